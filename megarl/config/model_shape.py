@@ -1,0 +1,182 @@
+"""The sizes of a model, read from a Hugging Face `config.json` without transformers or torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from megarl.config.errors import ConfigError
+
+DENSE_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+MOE_MODEL_TYPES = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "deepseek_v3")
+SUPPORTED_MODEL_TYPES = DENSE_MODEL_TYPES + MOE_MODEL_TYPES
+
+# The same quantity under the names that the model families (and transformers 4 and 5) give it.
+_EXPERT_COUNT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
+
+# transformers' Qwen3Config has this as the value of an absent `head_dim`, not hidden_size ÷ num_attention_heads.
+_QWEN3_HEAD_DIM = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """What a layout and a batch have to agree with. All sizes are of the whole model, not of one rank's shard."""
+
+    model_type: str
+    """Hugging Face's `model_type`, one of `SUPPORTED_MODEL_TYPES`."""
+    num_layers: int
+    """Transformer layers; multi-token-prediction layers are not counted."""
+    hidden_size: int
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """Key/value heads (Megatron's `num_query_groups`)."""
+    head_dim: int
+    """Width of one query head; for multi-latent attention its part with and its part without rotation together."""
+    ffn_size: int
+    """Inner width of a dense feed-forward layer."""
+    num_dense_layers: int
+    """Layers with a dense feed-forward: all of a dense model, the first few of some MoE models."""
+    vocab_size: int
+    """Tokens before any padding."""
+    max_positions: int
+    """Tokens in the longest sequence that the position embedding was made for."""
+    tied: bool
+    """Whether the output layer is the embedding (`tie_word_embeddings`)."""
+    num_experts: int = 0
+    """Routed experts of one layer; 0 for a dense model."""
+    moe_ffn_size: int = 0
+    """Inner width of one routed expert."""
+    shared_ffn_size: int = 0
+    """Inner width of all shared experts of one layer together."""
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_experts > 0
+
+    @classmethod
+    def from_hf(cls, path: str | Path) -> Self:
+        """Read the shape from a model folder, or from its `config.json`.
+
+        Raises:
+            ConfigError: the file is missing or not JSON, lacks a field, or names a model that is not supported.
+        """
+        file = Path(path)
+        if file.is_dir():
+            file = file / "config.json"
+        return cls(**_shape_fields(_Source(file, _read_json(file))))
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{file} does not exist: a model folder needs the config.json that Hugging Face saves with the weights."
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid JSON ({error}): copy it from the model again.") from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} holds a JSON {type(content).__name__}, where a model's config is an object.")
+    return content
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A parsed `config.json`, and the file that errors name."""
+
+    file: Path
+    values: Mapping[str, Any]
+
+    def integer(self, *keys: str, default: int | None = None, at_least: int = 1) -> int:
+        """The first of `keys` that is present; `default` (where given) if all are absent or null."""
+        present = [key for key in keys if self.values.get(key) is not None]
+        if not present:
+            if default is not None:
+                return default
+            raise ConfigError(f"{self.file} has no '{' or '.join(keys)}', which a {self.model_type} model needs.")
+        value = self.values[present[0]]
+        if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+            raise ConfigError(
+                f"{self.file} has {present[0]}={value!r}, where a whole number of at least {at_least} is needed."
+            )
+        return value
+
+    @property
+    def model_type(self) -> str:
+        model_type = self.values.get("model_type")
+        if model_type not in SUPPORTED_MODEL_TYPES:
+            supported = ", ".join(SUPPORTED_MODEL_TYPES)
+            raise ConfigError(
+                f"{self.file} has model_type={model_type!r}, which is not supported; supported: {supported}."
+            )
+        return model_type
+
+
+def _shape_fields(source: _Source) -> dict[str, Any]:
+    model_type = source.model_type
+    _refuse_unmapped_variants(source)
+    num_layers = source.integer("num_hidden_layers")
+    hidden_size = source.integer("hidden_size")
+    num_heads = source.integer("num_attention_heads")
+    ffn_size = source.integer("intermediate_size")
+    fields = {
+        "model_type": model_type,
+        "num_layers": num_layers,
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        # transformers fills an absent key only for llama with the number of query heads.
+        "num_kv_heads": source.integer("num_key_value_heads", default=num_heads if model_type == "llama" else None),
+        "head_dim": _head_dim(source, hidden_size, num_heads),
+        "ffn_size": ffn_size,
+        "num_dense_layers": num_layers,
+        "vocab_size": source.integer("vocab_size"),
+        "max_positions": source.integer("max_position_embeddings"),
+        "tied": bool(source.values.get("tie_word_embeddings", False)),
+    }
+    if model_type in MOE_MODEL_TYPES:
+        fields |= _expert_fields(source, ffn_size)
+    return fields
+
+
+def _head_dim(source: _Source, hidden_size: int, num_heads: int) -> int:
+    if source.model_type == "deepseek_v3":
+        return source.integer("qk_nope_head_dim") + source.integer("qk_rope_head_dim")
+    if source.model_type == "qwen3":
+        return source.integer("head_dim", default=_QWEN3_HEAD_DIM)
+    return source.integer("head_dim", default=hidden_size // num_heads)
+
+
+def _expert_fields(source: _Source, ffn_size: int) -> dict[str, int]:
+    # mixtral has one feed-forward width, which is that of an expert.
+    moe_ffn_size = ffn_size if source.model_type == "mixtral" else source.integer("moe_intermediate_size")
+    shared_ffn_size = {
+        "qwen2_moe": lambda: source.integer("shared_expert_intermediate_size", at_least=0),
+        "glm4_moe": lambda: source.integer("n_shared_experts", at_least=0) * moe_ffn_size,
+        "deepseek_v3": lambda: source.integer("n_shared_experts", at_least=0) * moe_ffn_size,
+    }.get(source.model_type, lambda: 0)()
+    leading_dense = source.model_type in ("glm4_moe", "deepseek_v3")
+    return {
+        "num_experts": source.integer(*_EXPERT_COUNT_KEYS),
+        "moe_ffn_size": moe_ffn_size,
+        "shared_ffn_size": shared_ffn_size,
+        "num_dense_layers": source.integer("first_k_dense_replace", at_least=0) if leading_dense else 0,
+    }
+
+
+def _refuse_unmapped_variants(source: _Source) -> None:
+    """Refuse options of a supported family that the Megatron model would silently leave out."""
+    values = source.values
+    # qwen's configs carry a window that `use_sliding_window: false` switches off; for the others a number is enough.
+    if values.get("use_sliding_window", values.get("sliding_window") is not None):
+        raise ConfigError(f"{source.file} asks for sliding-window attention, which is not supported.")
+    if values.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"{source.file} has hidden_act={values['hidden_act']!r}; supported is 'silu' (SwiGLU).")
+    if values.get("mlp_only_layers") or values.get("decoder_sparse_step", 1) != 1:
+        raise ConfigError(
+            f"{source.file} makes only some layers mixtures of experts (mlp_only_layers, decoder_sparse_step), "
+            f"which is not supported for {source.model_type}."
+        )

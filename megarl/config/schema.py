@@ -1,0 +1,147 @@
+"""The config of a run: `RunConfig`, and its `rollout`, `reward`, `checkpoint`, `observe` and `trainer` sections.
+
+Every field has a string under it that says what it is, in which unit, and why it has its default.
+`docs/configuration.md` is made of them by `tools/config_reference.py`.
+"""
+
+from dataclasses import dataclass, field
+
+from megarl.config.fields import rules, setting
+from megarl.config.schema_inputs import DataConfig, ModelConfig, ParallelConfig
+from megarl.config.schema_learning import ActorConfig, AlgorithmConfig, OptimConfig
+
+LOGGERS = ("console", "tensorboard", "jsonl")
+
+
+@dataclass(kw_only=True, slots=True)
+class ValSamplingConfig:
+    """How responses are sampled in evaluation."""
+
+    n: int = setting(1, at_least=1)
+    """Samples of each prompt; above 1, pass@k is reported too."""
+    temperature: float = setting(0.0, at_least=0)
+    """Divisor of the logits; 0 is greedy, which makes evaluations comparable."""
+    top_p: float = setting(1.0, above=0, at_most=1)
+    """Sample from the most likely tokens that together have this probability; 1: from all."""
+    top_k: int = setting(-1, at_least=-1)
+    """Sample from this many most likely tokens; -1: from all."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig:
+    """The engine that generates, and how it samples."""
+
+    engine: str = setting("transformers", choices=("transformers", "sglang"))
+    """What generates: megarl's own loop over a transformers model (runs anywhere), or SGLang (GPUs; its own extra)."""
+    n: int = setting(8, at_least=1)
+    """Samples of each prompt, its group. grpo needs at least 2; the GRPO paper has 64."""
+    temperature: float = setting(1.0, above=0)
+    """Divisor of the logits. 1 samples from the policy itself; log-probs in training use the same value."""
+    top_p: float = setting(1.0, above=0, at_most=1)
+    """Sample from the most likely tokens that together have this probability; 1: from all, so that the policy that is
+    trained is the one that was sampled."""
+    top_k: int = setting(-1, at_least=-1)
+    """Sample from this many most likely tokens; -1: from all."""
+    max_num_seqs: int = setting(64, at_least=1)
+    """Sequences that one engine decodes at once; bounds its KV cache. The name is vLLM's and verl's."""
+    tensor_model_parallel_size: int = setting(1, at_least=1)
+    """Consecutive ranks that form one engine. The transformers engine has 1: each rank holds the whole model."""
+    check_weight_sync: bool = True
+    """Whether a checksum of each tensor is compared between trainer and engine after each sync; a difference stops the
+    run. Wrong weights in an engine are otherwise silent."""
+    replay_dir: str | None = setting(None, local_path=True)
+    """Folder of rollouts written by an earlier run (`trainer.rollout_data_dir`) to train on instead of generating."""
+    val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
+    """How responses are sampled in evaluation."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CustomRewardConfig:
+    """A reward function of your own."""
+
+    path: str | None = setting(None, local_path=True)
+    """Python file with the function; null: the grader that `data_source` and `reward_model.style` of a row name."""
+    name: str = "compute_score"
+    """The function in it: `(data_source, solution_str, ground_truth, extra_info=None)` to a number or to a dict with
+    `score`, plain or async. verl's signature."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardConfig:
+    """How responses are scored."""
+
+    custom: CustomRewardConfig = field(default_factory=CustomRewardConfig)
+    """A reward function of your own."""
+    num_workers: int = setting(2, at_least=1)
+    """Processes on each rank that score while others generate."""
+    timeout_s: float = setting(30.0, above=0)
+    """Seconds that one response may take to score."""
+    failure_score: float = 0.0
+    """Reward where scoring raised an error or took too long. Such responses are counted in the metrics."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """What is written beside the checkpoints of `trainer.save_freq`."""
+
+    export_hf: bool = True
+    """Whether the final model is also written as a Hugging Face folder, in `trainer.default_local_dir`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ObserveConfig:
+    """What is measured."""
+
+    peak_tflops: float | None = setting(None, above=0)
+    """Peak of one device in 10^12 floating-point operations a second, which MFU is a share of; null: measured once
+    with a large matrix product."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig:
+    """The loop: how long, where to, how often."""
+
+    kind: str = setting("rl", choices=("rl", "sft"))
+    """Which loop runs: reinforcement learning, or supervised fine-tuning."""
+    total_epochs: int = setting(1, at_least=1)
+    """Passes over the training files."""
+    total_training_steps: int | None = setting(None, at_least=1)
+    """Steps after which the run ends, whatever `total_epochs` says; null: the epochs decide."""
+    val_before_train: bool = True
+    """Whether the model is evaluated before the first step. verl's default."""
+    test_freq: int = setting(-1, at_least=-1)
+    """Steps between evaluations, with one after the last step too; -1: none of these. verl's name and default."""
+    save_freq: int = setting(-1, at_least=-1)
+    """Steps between checkpoints, with one after the last step too; -1: none. verl's name and default."""
+    default_local_dir: str = setting("runs/default", local_path=True)
+    """Folder of the run: checkpoints, metrics, generations. verl's name."""
+    resume_mode: str = setting("auto", choices=("auto", "disable", "path"))
+    """Where to start: at the newest checkpoint in `default_local_dir` if there is one, always at the beginning, or at
+    `resume_from_path`."""
+    resume_from_path: str | None = setting(None, local_path=True)
+    """Checkpoint to start from, with `resume_mode: path`."""
+    logger: list[str] = field(default_factory=lambda: list(LOGGERS), metadata=rules(choices=LOGGERS))
+    """Where metrics go; the files lie in `default_local_dir`. verl's name."""
+    rollout_data_dir: str | None = setting(None, local_path=True)
+    """Folder that every rollout is written to, for `rollout.replay_dir`; null: not written. verl's name."""
+    validation_data_dir: str | None = setting(None, local_path=True)
+    """Folder for the generations of evaluations, as JSONL; null: `validation` in `default_local_dir`. verl's name."""
+    seed: int = 1
+    """Seed of everything random: sampling, the order of data, new weights."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """Everything that a run is."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -1,0 +1,86 @@
+"""How the model learns: the `actor`, `algorithm` and `optim` sections."""
+
+from dataclasses import dataclass, field
+
+from megarl.config.fields import rules, setting
+
+KL_ESTIMATORS = ("k1", "k1+", "k2", "k3", "k3+", "low_var_kl", "low_var_kl+", "abs", "abs+")
+
+LOSS_AGG_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class ActorConfig:
+    """The policy's loss and its batches."""
+
+    ppo_mini_batch_size: int = setting(256, at_least=1)
+    """Prompts of one optimizer step over all ranks; each brings its `rollout.n` samples. Equal to
+    `data.train_batch_size`, one step is one on-policy update. verl's name and default."""
+    ppo_epochs: int = setting(1, at_least=1)
+    """Times that each sample is trained on. verl's name and default."""
+    max_tokens_per_micro_batch: int = setting(16384, at_least=1)
+    """Tokens of one forward and backward pass on one data-parallel rank (its context-parallel ranks together). Bounds
+    activation memory and never changes the result. verl's ppo_max_token_len_per_gpu, with its default."""
+    policy_loss: str = setting("ppo", choices=("ppo",))
+    """Loss of a token: ppo is the clipped surrogate with dual clip (arXiv:1707.06347, arXiv:1912.09729)."""
+    clip_ratio_low: float = setting(0.2, above=0, at_most=1)
+    """How far the probability ratio may fall below 1 before its gradient stops (arXiv:1707.06347)."""
+    clip_ratio_high: float = setting(0.2, above=0)
+    """How far the ratio may rise above 1; larger than the lower bound is DAPO's clip-higher, with 0.28
+    (arXiv:2503.14476)."""
+    clip_ratio_c: float = setting(3.0, above=1)
+    """Dual clip: for a negative advantage the loss stops growing at this ratio (arXiv:1912.09729)."""
+    loss_agg_mode: str = setting("token-mean", choices=LOSS_AGG_MODES)
+    """How token losses become one number, over the global mini-batch. token-mean is DAPO's (arXiv:2503.14476),
+    seq-mean-token-mean the GRPO paper's, seq-mean-token-sum-norm Dr.GRPO's (arXiv:2503.20783)."""
+    loss_scale_factor: float | None = setting(None, above=0)
+    """Divisor of a sample's summed loss in seq-mean-token-sum-norm, in tokens; null: `data.max_response_length`."""
+    entropy_coeff: float = setting(0.0, at_least=0)
+    """Weight of the entropy bonus; 0: none, as in DAPO and in verl."""
+    use_kl_loss: bool = False
+    """Whether the loss holds the policy near the reference model, as in the GRPO paper (arXiv:2402.03300). Off, no
+    reference model is loaded."""
+    kl_loss_coef: float = setting(0.001, at_least=0)
+    """Weight of that term, where `use_kl_loss` is on. verl's default; the GRPO paper has 0.04."""
+    kl_loss_type: str = setting("low_var_kl", choices=KL_ESTIMATORS)
+    """Estimator of the KL divergence of a token (joschu.net/blog/kl-approx.html): k1, k2, k3 (also called low_var_kl)
+    or abs; with + the value is kept and the gradient is the unbiased one, k2's."""
+
+
+@dataclass(kw_only=True, slots=True)
+class AlgorithmConfig:
+    """From rewards to advantages."""
+
+    adv_estimator: str = setting("grpo", choices=("grpo",))
+    """Advantage of a sample: grpo compares it with the other samples of its prompt (arXiv:2402.03300)."""
+    norm_adv_by_std: bool = True
+    """Whether grpo divides by the standard deviation of the group; false is Dr.GRPO (arXiv:2503.20783). verl's
+    norm_adv_by_std_in_grpo."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig:
+    """AdamW (arXiv:1711.05101) and its learning rate, for every kind of trainer."""
+
+    lr: float = setting(1e-6, above=0)
+    """Highest learning rate. verl's default for RL; SFT wants about 1e-5."""
+    min_lr: float = setting(0.0, at_least=0)
+    """Learning rate at the end of a linear or cosine decay."""
+    lr_decay_style: str = setting("constant", choices=("constant", "linear", "cosine"))
+    """Course of the learning rate after warm-up, over the optimizer steps of the run. Megatron's and verl's name."""
+    lr_warmup_steps: int = setting(0, at_least=0)
+    """Optimizer steps in which the learning rate rises from 0."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999], metadata=rules(at_least=0, at_most=1))
+    """AdamW's two decay rates. verl's default; large-scale runs often take 0.95 for the second."""
+    eps: float = setting(1e-8, above=0)
+    """AdamW's constant in the denominator. PyTorch's default."""
+    weight_decay: float = setting(0.01, at_least=0)
+    """Decoupled weight decay, on matrices only. verl's default."""
+    clip_grad: float = setting(1.0, above=0)
+    """Largest norm of the gradient over all weights; a larger gradient is scaled down to it (arXiv:1211.5063)."""

@@ -1,0 +1,168 @@
+"""Packed micro-batches: sequences laid end to end, so that (nearly) no padding is computed.
+
+A pack is the same on every rank of a model-parallel group; `PackedBatch.shard` takes the tokens of one
+context-parallel rank. Padding is of two kinds, both made of tokens that no loss reads: a few tokens at the end of a
+sequence, so that it divides into context chunks, and sequences of padding at the end of the pack, so that it has the
+length that pipeline stages agreed on. Causal attention keeps both from every real token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from megarl.config.layout import Layout
+from megarl.parallel.context import zigzag_positions
+
+PAD_TOKEN = 0
+"""What fills padding. Any id serves: no loss reads it and no real token attends to it."""
+
+IGNORED_TARGET = -1
+"""The target where a position has none: the last token of each sequence, and padding."""
+
+_LONGEST_PADDING_SEQUENCE = 128
+"""Attention costs a sequence's square, so padding is cut into short sequences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """One micro-batch: whole sequences laid end to end. Tensors are on the CPU until `to`."""
+
+    input_ids: torch.Tensor
+    """int64 [tokens]"""
+    targets: torch.Tensor
+    """int64 [tokens]: the next token of the same sequence, or IGNORED_TARGET"""
+    positions: torch.Tensor
+    """int64 [tokens]: from 0 in each sequence"""
+    cu_seqlens: torch.Tensor
+    """int32 [sequences + padding sequences + 1]: bounds in tokens, inner padding included"""
+    lengths: tuple[int, ...]
+    """Real tokens of each sequence."""
+    rows: tuple[int, ...]
+    """Which rows of the batch these sequences are."""
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Further per-token values [tokens], such as masks, advantages or old log-probs; 0 on padding."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.numel()
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        return tuple(self.cu_seqlens.tolist())
+
+    def shard(self, cp_size: int, cp_rank: int) -> PackedBatch:
+        """The tokens of one context-parallel rank; `cu_seqlens` still counts the whole pack, as attention needs."""
+        if cp_size == 1:
+            return self
+        index = zigzag_positions(self.bounds, cp_size, cp_rank)
+        return PackedBatch(
+            input_ids=self.input_ids[index],
+            targets=self.targets[index],
+            positions=self.positions[index],
+            cu_seqlens=self.cu_seqlens,
+            lengths=self.lengths,
+            rows=self.rows,
+            columns={name: column[index] for name, column in self.columns.items()},
+        )
+
+    def to(self, device: str) -> PackedBatch:
+        """A copy on `device`, where it is another device."""
+        move = lambda tensor: tensor.to(device, non_blocking=True)
+        return PackedBatch(
+            input_ids=move(self.input_ids),
+            targets=move(self.targets),
+            positions=move(self.positions),
+            cu_seqlens=move(self.cu_seqlens),
+            lengths=self.lengths,
+            rows=self.rows,
+            columns={name: move(column) for name, column in self.columns.items()},
+        )
+
+    def unpack(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Splits per-token values of the whole pack [tokens, …] into one tensor [length, …] a sequence."""
+        return [values[start : start + n] for start, n in zip(self.bounds, self.lengths, strict=False)]
+
+
+def sequence_multiple(layout: Layout) -> int:
+    """A sequence's length in a pack is a multiple of this: two chunks for each context-parallel rank."""
+    return 2 * layout.cp if layout.cp > 1 else 1
+
+
+def pack_multiple(layout: Layout) -> int:
+    """A pack's length is a multiple of this: context chunks that sequence parallelism can split again."""
+    return sequence_multiple(layout) * (layout.tp if layout.sequence_parallel else 1)
+
+
+def padded_length(length: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `length`."""
+    return -(-length // multiple) * multiple
+
+
+def pack_sequences(
+    sequences: Sequence[torch.Tensor],
+    layout: Layout,
+    *,
+    rows: Sequence[int] | None = None,
+    columns: dict[str, Sequence[torch.Tensor]] | None = None,
+    num_tokens: int | None = None,
+) -> PackedBatch:
+    """Lays sequences end to end.
+
+    Args:
+        sequences: int64 [length] each, length ≥ 1. May be empty when `num_tokens` is given: a pack of padding, for
+            ranks that have fewer micro-batches than others.
+        rows: the index of each sequence in its batch, 0, 1, … if not given.
+        columns: per-token values [length] of each sequence, packed along.
+        num_tokens: the length to pad to (a multiple of `pack_multiple`); the least that fits if not given.
+
+    Raises:
+        ValueError: a sequence without tokens, or sequences that do not fit into `num_tokens`.
+    """
+    inner = sequence_multiple(layout)
+    lengths = [sequence.numel() for sequence in sequences]
+    if 0 in lengths:
+        raise ValueError(f"sequence {lengths.index(0)} has no tokens")
+    padded = [padded_length(length, inner) for length in lengths]
+    used = sum(padded)
+    total = padded_length(used, pack_multiple(layout)) if num_tokens is None else num_tokens
+    if used > total:
+        raise ValueError(f"{len(lengths)} sequences take {used} tokens, more than the {total} of the micro-batch")
+    bounds = _bounds(padded + _padding_sequences(total - used, inner))
+
+    input_ids = torch.full((total,), PAD_TOKEN, dtype=torch.int64)
+    targets = torch.full((total,), IGNORED_TARGET, dtype=torch.int64)
+    positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(bounds)])
+    packed = {name: values[0].new_zeros(total) for name, values in (columns or {}).items()} if sequences else {}
+    for index, (start, sequence, length) in enumerate(zip(bounds, sequences, lengths, strict=False)):
+        input_ids[start : start + length] = sequence
+        targets[start : start + length - 1] = sequence[1:]
+        for name, column in packed.items():
+            column[start : start + length] = columns[name][index]  # type: ignore[index]
+    return PackedBatch(
+        input_ids=input_ids,
+        targets=targets,
+        positions=positions,
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
+        lengths=tuple(lengths),
+        rows=tuple(range(len(lengths)) if rows is None else rows),
+        columns=packed,
+    )
+
+
+def _bounds(lengths: Sequence[int]) -> list[int]:
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    return bounds
+
+
+def _padding_sequences(tokens: int, multiple: int) -> list[int]:
+    """Lengths of padding sequences that sum to `tokens`, which is a multiple of `multiple`."""
+    longest = max(multiple, _LONGEST_PADDING_SEQUENCE // multiple * multiple)
+    whole, rest = divmod(tokens, longest)
+    return [longest] * whole + ([rest] if rest else [])

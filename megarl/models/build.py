@@ -1,0 +1,141 @@
+"""Builds this rank's part of a model in a layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from transformers import PretrainedConfig
+
+from megarl import platform
+from megarl.models.backends import layer_backend, resolve_backend
+from megarl.models.bridge import make_bridge, rope_frequencies
+from megarl.models.heads import ScalarHead
+from megarl.parallel.groups import Groups
+
+
+class Role(StrEnum):
+    """What a model is for, which decides its head."""
+
+    CAUSAL_LM = "causal_lm"
+    """Actor or reference: vocabulary logits (`AutoModelForCausalLM`)."""
+    CRITIC = "critic"
+    """A value for each token, with a bias (`AutoModelForTokenClassification`, one label)."""
+    REWARD = "reward"
+    """A score for each token, read at the last (`AutoModelForSequenceClassification`, one label)."""
+
+
+class Recompute(StrEnum):
+    """Which activations are computed again in the backward pass instead of being kept."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    """Core attention and the feed-forward layers' inner activations (arXiv:2205.05198)."""
+    FULL = "full"
+    """Everything but each layer's input."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronModel:
+    """This rank's chunks of one model, and what is needed to run, load and export them."""
+
+    chunks: list[GPTModel]
+    """One for each virtual pipeline stage of this rank."""
+    role: Role
+    hf_config: PretrainedConfig
+    bridge: Any
+    """mbridge's `Bridge`, corrected; its config is `config`."""
+    groups: Groups
+    dtype: torch.dtype
+
+    @property
+    def config(self) -> Any:
+        """Megatron-Core's TransformerConfig."""
+        return self.bridge.config
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the model, without the padding that tensor parallelism may add."""
+        return self.hf_config.vocab_size
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer is the embedding."""
+        return self.role is Role.CAUSAL_LM and bool(getattr(self.hf_config, "tie_word_embeddings", False))
+
+    def num_parameters(self) -> int:
+        """Parameters on this rank."""
+        return sum(parameter.numel() for chunk in self.chunks for parameter in chunk.parameters())
+
+
+def build_model(
+    hf_config: PretrainedConfig,
+    groups: Groups,
+    *,
+    role: Role = Role.CAUSAL_LM,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+    recompute: Recompute = Recompute.NONE,
+    overrides: dict[str, Any] | None = None,
+) -> MegatronModel:
+    """Builds this rank's chunks, on its device, with weights not yet set.
+
+    Args:
+        hf_config: as `bridge.read_hf_config` gives it.
+        backend: `auto`, `te` or `torch` (`models.backends`).
+        overrides: further TransformerConfig fields.
+
+    Raises:
+        ValueError: the layer backend cannot serve here.
+        ConfigError: a RoPE kind that is not supported.
+    """
+    frequencies = rope_frequencies(hf_config)
+    bridge = make_bridge(hf_config, groups, dtype, overrides={**_recompute_settings(recompute), **(overrides or {})})
+    virtual_size = groups.layout.vpp
+    chunks = []
+    with layer_backend(resolve_backend(backend)):
+        for stage in range(virtual_size):
+            chunk = _build_chunk(bridge, groups, role, stage if virtual_size > 1 else None)
+            if frequencies is not None:
+                chunk.rotary_pos_emb.inv_freq = frequencies.to(platform.current().device)
+            chunks.append(chunk.to(platform.current().device))
+    return MegatronModel(chunks=chunks, role=role, hf_config=hf_config, bridge=bridge, groups=groups, dtype=dtype)
+
+
+def _build_chunk(bridge: Any, groups: Groups, role: Role, virtual_stage: int | None) -> GPTModel:
+    size, config = groups.layout.vpp, bridge.config
+    first = is_pp_first_stage(groups.pp) and virtual_stage in (None, 0)
+    last = is_pp_last_stage(groups.pp) and virtual_stage in (None, size - 1)
+    arguments = bridge._get_gptmodel_args()
+    vocab_size = arguments.pop("vocab_size")
+    multiple = groups.layout.tp
+    tied = role is Role.CAUSAL_LM and bool(getattr(bridge.hf_config, "tie_word_embeddings", False))
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=bridge._get_transformer_layer_spec(virtual_stage),
+        vocab_size=-(-vocab_size // multiple) * multiple,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=tied,
+        vp_stage=virtual_stage,
+        pg_collection=groups.megatron,
+        **arguments,
+    )
+    if last and role is not Role.CAUSAL_LM:
+        chunk.output_layer = ScalarHead(config, bias=role is Role.CRITIC)
+    for parameter in chunk.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return chunk
+
+
+def _recompute_settings(recompute: Recompute) -> dict[str, Any]:
+    if recompute is Recompute.FULL:
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if recompute is Recompute.SELECTIVE:
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+    return {}

@@ -1,0 +1,119 @@
+"""A model that learns: gradient buffers, the optimizer, and one optimizer step over micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+
+from megarl.data.packing import PackedBatch
+from megarl.models.build import MegatronModel
+from megarl.models.pipeline import OutputFunction, run_pipeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    outputs: list[dict[str, Any]]
+    """What the output function handed back for each micro-batch; on the last pipeline stage only."""
+    grad_norm: float
+    """Global L2 norm of the gradient before clipping, the same on every rank."""
+    updated: bool
+    """False where the gradient was not finite: the weights stay as they were."""
+
+
+class TrainableModel:
+    """A `MegatronModel` with its gradient buffers and optimizer state."""
+
+    def __init__(
+        self,
+        model: MegatronModel,
+        optimizer: OptimizerConfig,
+        *,
+        overlap_grad_reduce: bool = False,
+        overlap_param_gather: bool = False,
+    ) -> None:
+        """Allocates gradient buffers (float32) and optimizer state.
+
+        Args:
+            model: with its weights loaded: the optimizer copies them to float32 here.
+            optimizer: Megatron-Core's own config; `optimizer_config` makes one.
+            overlap_grad_reduce: reduce gradients bucket by bucket during the backward pass.
+            overlap_param_gather: gather updated weights during the next forward pass (distributed optimizer).
+        """
+        self.model = model
+        config = model.config
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=optimizer.use_distributed_optimizer,
+            overlap_grad_reduce=overlap_grad_reduce,
+            overlap_param_gather=overlap_param_gather,
+        )
+        self.chunks = [
+            # Communication of chunks after the first is overlapped with compute in any case (Megatron-LM).
+            DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(model.chunks)
+        ]
+        self.optimizer: MegatronOptimizer = get_megatron_optimizer(optimizer, self.chunks)
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = _finalize_gradients
+        if overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    def accumulate(self, batches: Sequence[PackedBatch], output_function: OutputFunction) -> list[dict[str, Any]]:
+        """Zeroes the gradient and fills it from `batches`; returns what `run_pipeline` does."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return run_pipeline(self.model, batches, output_function, forward_only=False, chunks=self.chunks)
+
+    def step(self, batches: Sequence[PackedBatch], output_function: OutputFunction) -> StepResult:
+        """One optimizer step over the micro-batches of this data-parallel rank. Collective over the world."""
+        outputs = self.accumulate(batches, output_function)
+        updated, grad_norm, _ = self.optimizer.step()
+        return StepResult(outputs=outputs, grad_norm=float(grad_norm), updated=bool(updated))
+
+
+def optimizer_config(
+    *,
+    lr: float,
+    dtype: torch.dtype,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    clip_grad: float = 1.0,
+    use_distributed_optimizer: bool = False,
+    overlap_param_gather: bool = False,
+) -> OptimizerConfig:
+    """Megatron-Core's config for AdamW with float32 master weights and moments (arXiv:1711.05101).
+
+    Args:
+        clip_grad: the global gradient norm is clipped to this; 0 switches clipping off.
+    """
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=lr,
+        weight_decay=weight_decay,
+        adam_beta1=betas[0],
+        adam_beta2=betas[1],
+        adam_eps=eps,
+        clip_grad=clip_grad,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=use_distributed_optimizer,
+        overlap_param_gather=overlap_param_gather,
+    )
+
+
+def _finalize_gradients(chunks: list[torch.nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
+    """Megatron-Core's reduction of gradients, less its division by a token count.
+
+    Losses here are already divided by the global mini-batch, so gradients are summed over ranks and left at that.
+    """
+    finalize_model_grads(chunks, None, **kwargs)

@@ -1,0 +1,12 @@
+"""What the device is: CPU with gloo or CUDA with NCCL, chosen once for the process.
+
+`current()` answers with the one `Platform`; the first call chooses it and, on a CPU, installs the stand-ins that
+Megatron-Core needs there (`megatron_cpu.py`). Nothing else in megarl asks which device it is on.
+"""
+
+from megarl.platform.device import Platform, current
+from megarl.platform.dtypes import parse_dtype
+from megarl.platform.process_group import init_distributed, shutdown_distributed
+from megarl.platform.seeds import seed_everything
+
+__all__ = ["Platform", "current", "init_distributed", "parse_dtype", "seed_everything", "shutdown_distributed"]

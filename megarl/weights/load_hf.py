@@ -1,0 +1,140 @@
+"""Fills a model from a Hugging Face folder: each rank reads its own boxes of each tensor, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megarl import platform
+from megarl.config.errors import ConfigError
+from megarl.models.build import MegatronModel, Role
+from megarl.weights.pieces import Piece, Shard, box_index, model_shards
+from megarl.weights.safetensors_io import SafetensorsReader
+
+Progress = Callable[[int], None]
+"""Is told the bytes that were read since the last call."""
+
+_SCALAR_HEAD = "score."
+_HEAD_SEED = 20_240_531
+
+_LARGEST_LIST = 5
+"""How many tensor names an error lists."""
+
+
+def load_hf(model: MegatronModel, folder: str | Path, progress: Progress | None = None) -> None:
+    """Copies the weights of a Hugging Face folder into `model`, cast to the model's dtype. Collective over the world.
+
+    A scalar head that the folder lacks is drawn from N(0, 1/(hidden size + 1)), the same in every layout; one that is
+    there is read. Everything else must be there, in the right shape, and every tensor of the folder must have a place.
+
+    Raises:
+        ConfigError: on every rank, if any rank found something wrong; the message is the first such rank's.
+    """
+    problem: str | None = None
+    reader: SafetensorsReader | None = None
+    shards: list[Shard] = []
+    try:
+        reader = SafetensorsReader(folder)
+        shards = model_shards(model)
+        _check_tensors(reader, shards)
+        for shard in shards:
+            _fill(shard, reader, progress)
+        _fill_missing_heads(model, reader, shards)
+    except (ConfigError, OSError) as error:
+        problem = str(error)
+    raise_together(problem)
+    assert reader is not None
+    raise_together(_unclaimed(model, reader, shards))
+
+
+def raise_together(problem: str | None) -> None:
+    """Raises ConfigError on every rank if any rank has a problem, so that none waits for one that left.
+
+    Collective over the world.
+    """
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for rank, text in enumerate(problems):
+        if text is not None:
+            where = f" (found by rank {rank})" if len(problems) > 1 else ""
+            raise ConfigError(text + where)
+
+
+def _check_tensors(reader: SafetensorsReader, shards: Iterable[Shard]) -> None:
+    pieces = [piece for shard in shards for piece in shard.pieces if _is_required(piece, reader)]
+    missing = sorted({piece.hf_name for piece in pieces if piece.hf_name not in reader})
+    if missing:
+        raise ConfigError(f"{reader.folder} lacks {_listed(missing)}, which config.json implies; copy the model again")
+    for piece in pieces:
+        found = reader.info(piece.hf_name).shape
+        if found != piece.hf_shape:
+            raise ConfigError(
+                f"{reader.file_of(piece.hf_name)}: tensor {piece.hf_name} has shape {list(found)}, but config.json "
+                f"implies {list(piece.hf_shape)}; config.json and weights are not of one model"
+            )
+
+
+def _is_required(piece: Piece, reader: SafetensorsReader) -> bool:
+    return not piece.hf_name.startswith(_SCALAR_HEAD) or piece.hf_name in reader
+
+
+def _fill(shard: Shard, reader: SafetensorsReader, progress: Progress | None) -> None:
+    if shard.padding:
+        shard.tensor.zero_()
+    for piece in shard.pieces:
+        if not piece.numel or piece.hf_name not in reader:
+            continue
+        source = reader.read(piece.hf_name, piece.hf_box)
+        shard.tensor[box_index(piece.local_box)].copy_(source)
+        if progress is not None:
+            progress(source.nbytes)
+
+
+def _fill_missing_heads(model: MegatronModel, reader: SafetensorsReader, shards: Iterable[Shard]) -> None:
+    """1/(hidden size + 1) is the variance that keeps first values near 0 whatever the size (arXiv:2009.01325)."""
+    generator = torch.Generator().manual_seed(_HEAD_SEED)
+    for shard in shards:
+        for piece in shard.pieces:
+            if not piece.hf_name.startswith(_SCALAR_HEAD) or piece.hf_name in reader:
+                continue
+            if piece.hf_name == "score.bias":
+                shard.tensor.zero_()
+            else:
+                scale = 1.0 / math.sqrt(model.hf_config.hidden_size + 1)
+                shard.tensor.copy_(torch.randn(piece.hf_shape, generator=generator) * scale)
+
+
+def _unclaimed(model: MegatronModel, reader: SafetensorsReader, shards: Iterable[Shard]) -> str | None:
+    """Says which tensors no rank has a place for: a bias, say, that the model was built without."""
+    names = reader.names()
+    claimed = {piece.hf_name for shard in shards for piece in shard.pieces}
+    flags = torch.tensor([name in claimed for name in names], dtype=torch.uint8, device=platform.current().device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    left = [
+        name for name, flag in zip(names, flags.tolist(), strict=True) if not flag and not _may_be_left(model, name)
+    ]
+    if not left:
+        return None
+    return (
+        f"{reader.folder} has {_listed(left)}, for which a {model.hf_config.model_type} {model.role} model has no "
+        "place; loading it without them would change what it computes"
+    )
+
+
+def _may_be_left(model: MegatronModel, name: str) -> bool:
+    if name.endswith("rotary_emb.inv_freq"):
+        return True  # saved by old versions of transformers; derived from the config
+    is_lm_head = name == "lm_head.weight"
+    is_score = name.startswith(_SCALAR_HEAD)
+    return (is_lm_head and (model.role is not Role.CAUSAL_LM or model.tied)) or (
+        is_score and model.role is Role.CAUSAL_LM
+    )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_LARGEST_LIST])
+    return shown if len(names) <= _LARGEST_LIST else f"{shown} and {len(names) - _LARGEST_LIST} more tensors"

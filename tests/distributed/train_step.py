@@ -1,0 +1,122 @@
+"""Program: two optimizer steps of one global batch in the layouts given, for the models given; saves what came out.
+
+Usage: torchrun … train_step.py MODELS_FOLDER RESULTS_FOLDER LAYOUTS_JSON
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megarl import platform
+from megarl.config.layout import Layout
+from megarl.data.packing import IGNORED_TARGET, PackedBatch, pack_multiple, pack_sequences, padded_length
+from megarl.models.bridge import read_hf_config
+from megarl.models.build import Recompute, build_model
+from megarl.models.outputs import token_logprobs
+from megarl.models.train import TrainableModel, optimizer_config
+from megarl.parallel.groups import Groups, build_groups
+from megarl.weights.export_hf import export_hf
+from megarl.weights.load_hf import load_hf
+
+LENGTHS = (7, 24, 2, 13, 17, 9, 31, 5)
+PER_MICRO_BATCH = 2
+STEPS = 2
+
+
+def global_batch(vocab: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(0, vocab, (length,), generator=generator) for length in LENGTHS]
+
+
+def micro_batches(sequences: list[torch.Tensor], layout: Layout, dp_rank: int) -> list[PackedBatch]:
+    """This data-parallel rank's sequences, two to a pack; packs of padding where VPP needs more."""
+    rows = range(dp_rank, len(sequences), layout.dp)
+    groups = [list(rows[start : start + PER_MICRO_BATCH]) for start in range(0, len(rows), PER_MICRO_BATCH)]
+    if layout.vpp > 1:
+        groups += [[]] * (-len(groups) % layout.pp)
+    length = padded_length(max(LENGTHS) * PER_MICRO_BATCH, pack_multiple(layout))
+    return [
+        pack_sequences([sequences[row] for row in group], layout, rows=group, num_tokens=length) for group in groups
+    ]
+
+
+def run_case(folder: Path, groups: Groups, distributed_optimizer: bool, recompute: Recompute) -> dict:
+    layout = groups.layout
+    model = build_model(read_hf_config(folder), groups, dtype=torch.float32, recompute=recompute)
+    load_hf(model, folder)
+    trainable = TrainableModel(
+        model,
+        optimizer_config(
+            lr=1e-3,
+            # With Adam's usual 1e-8 a gradient that is 0 but for rounding moves a weight as far as any other.
+            eps=1e-4,
+            dtype=torch.float32,
+            weight_decay=0.1,
+            clip_grad=1.0,
+            use_distributed_optimizer=distributed_optimizer,
+        ),
+    )
+    sequences = global_batch(model.vocab_size)
+    total = sum(len(sequence) - 1 for sequence in sequences)
+    batches = micro_batches(sequences, layout, groups.dp.rank())
+
+    def negative_mean_logprob(logits: torch.Tensor, shard: PackedBatch) -> tuple[torch.Tensor, dict]:
+        logprobs, entropy = token_logprobs(model, logits, shard, entropy=True)
+        mask = shard.targets != IGNORED_TARGET
+        # An entropy bonus too, so that its gradient is compared in every layout.
+        loss = -(logprobs + 0.1 * entropy)[mask].sum() / total
+        return loss, {"loss": loss.detach()}
+
+    result: dict = {"losses": [], "grad_norms": []}
+    for step in range(STEPS):
+        outputs = trainable.accumulate(batches, negative_mean_logprob)
+        loss = sum((output["loss"] for output in outputs), torch.zeros(()))
+        dist.all_reduce(loss, group=groups.dp_cp)
+        dist.broadcast(loss, src=dist.get_world_size() - 1)  # the last rank is on the last stage
+        result["losses"].append(loss.item())
+        if step == 0 and not distributed_optimizer:
+            result["grads"] = gradients(model)
+        updated, grad_norm, _ = trainable.optimizer.step()
+        assert updated
+        result["grad_norms"].append(float(grad_norm))
+    result["weights"] = {name: tensor.clone() for name, tensor in export_hf(model)}
+    return result
+
+
+def gradients(model: object) -> dict[str, torch.Tensor]:
+    """The gradient under Hugging Face names: it takes the weights' place for one export."""
+    parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]  # type: ignore[attr-defined]
+    weights = [parameter.data.clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.data.copy_(parameter.main_grad)  # type: ignore[attr-defined]
+    exported = {name: tensor.clone() for name, tensor in export_hf(model)}  # type: ignore[arg-type]
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.data.copy_(weight)
+    return exported
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(float(os.environ.get("MEGARL_TEST_TIMEOUT_S", "200")), exit=True)
+    logging.disable(logging.WARNING)
+    models_folder, results_folder = Path(sys.argv[1]), Path(sys.argv[2])
+    rank, world_size = platform.init_distributed(120)
+    for case in json.loads(sys.argv[3]):
+        groups = build_groups(Layout(world_size=world_size, **case["layout"]))
+        for model, distributed in itertools.product(case["models"], case.get("distributed_optimizer", [False, True])):
+            result = run_case(models_folder / model, groups, distributed, Recompute(case.get("recompute", "none")))
+            if rank == 0:
+                torch.save(result, results_folder / f"{case['name']}-{model}-{distributed}.pt")
+    platform.shutdown_distributed()
+
+
+if __name__ == "__main__":
+    main()

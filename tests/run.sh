@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Makes or reuses .venv, installs what is needed, and runs the tests. Further arguments go to pytest:
+#   bash tests/run.sh                       all tests
+#   bash tests/run.sh tests/config -x       some of them
+set -euo pipefail
+cd "$(dirname "$0")/.."
+MEGARL_EXTRAS=dev
+. launch/setup.sh
+export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONFAULTHANDLER=1
+exec python -m pytest "$@"
