@@ -1,6 +1,7 @@
 # Sourced, not run: makes or reuses .venv with what megarl needs, and activates it. Used by tests/run.sh and launch/*.sh.
 #
 #   MEGARL_EXTRAS   extras of pyproject.toml to install, comma separated (default: none)
+#   MEGARL_OPTIONAL_EXTRAS   extras to install if possible; where one cannot be, a warning says so
 #   MEGARL_PYTHON   the Python to make the environment with (default: the first of python3.11, python3.12, python3)
 #   MEGARL_TORCH    the torch to install before anything asks for it (default: torch==2.13.0, the tested build)
 #
@@ -22,10 +23,10 @@ megarl_find_python() {
 }
 
 megarl_setup() {
-    local venv="$megarl_root/.venv" extras="${MEGARL_EXTRAS:-}" stamp python
+    local venv="$megarl_root/.venv" extras="${MEGARL_EXTRAS:-}" stamp python extra
     stamp="$venv/.megarl-installed"
     local wanted
-    wanted="$(cksum <"$megarl_root/pyproject.toml") ${MEGARL_TORCH:-torch==2.13.0} [$extras]"
+    wanted="$(cksum <"$megarl_root/pyproject.toml") ${MEGARL_TORCH:-torch==2.13.0} [$extras] [${MEGARL_OPTIONAL_EXTRAS:-}]"
     if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
         return 0
     fi
@@ -45,6 +46,10 @@ megarl_setup() {
         echo "installation failed (see above); nothing else was changed, so run this again" >&2
         return 1
     }
+    for extra in ${MEGARL_OPTIONAL_EXTRAS:-}; do
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$megarl_root[$extra]" ||
+            echo "warning: extra '$extra' could not be installed (see above); what needs it will say so" >&2
+    done
     echo "$wanted" >"$stamp"
 }
 

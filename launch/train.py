@@ -32,7 +32,9 @@ def main() -> int:
     if arguments.check:
         print_check(config, arguments.world_size)
         return 0
-    return refuse([f"trainer.kind {config.trainer.kind} has no training loop in this version; --check works."])
+    from megarl.trainers.run import run  # here, since it imports torch
+
+    return run(config)
 
 
 def parse_arguments() -> argparse.Namespace:

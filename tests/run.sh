@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 MEGARL_EXTRAS=dev
+MEGARL_OPTIONAL_EXTRAS=tasks
 . launch/setup.sh
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONFAULTHANDLER=1
 exec python -m pytest "$@"

@@ -46,6 +46,8 @@ class ModelShape:
     """Whether the output layer is the embedding (`tie_word_embeddings`)."""
     num_experts: int = 0
     """Routed experts of one layer; 0 for a dense model."""
+    experts_per_token: int = 0
+    """Routed experts that a token passes through."""
     moe_ffn_size: int = 0
     """Inner width of one routed expert."""
     shared_ffn_size: int = 0
@@ -161,6 +163,7 @@ def _expert_fields(source: _Source, ffn_size: int) -> dict[str, int]:
     leading_dense = source.model_type in ("glm4_moe", "deepseek_v3")
     return {
         "num_experts": source.integer(*_EXPERT_COUNT_KEYS),
+        "experts_per_token": source.integer("num_experts_per_tok"),
         "moe_ffn_size": moe_ffn_size,
         "shared_ffn_size": shared_ffn_size,
         "num_dense_layers": source.integer("first_k_dense_replace", at_least=0) if leading_dense else 0,

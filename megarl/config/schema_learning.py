@@ -27,6 +27,10 @@ class ActorConfig:
     max_tokens_per_micro_batch: int = setting(16384, at_least=1)
     """Tokens of one forward and backward pass on one data-parallel rank (its context-parallel ranks together). Bounds
     activation memory and never changes the result. verl's ppo_max_token_len_per_gpu, with its default."""
+    skip_zero_advantage: bool = True
+    """Whether samples whose advantage is exactly 0 (all samples of the prompt scored the same) are left out of the
+    update. They cannot move the weights, so the result is the same and the time is saved; metrics of the update are
+    then over the other samples. Without effect where `use_kl_loss` or `entropy_coeff` give them a gradient."""
     policy_loss: str = setting("ppo", choices=("ppo",))
     """Loss of a token: ppo is the clipped surrogate with dual clip (arXiv:1707.06347, arXiv:1912.09729)."""
     clip_ratio_low: float = setting(0.2, above=0, at_most=1)

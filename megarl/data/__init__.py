@@ -1,5 +1,9 @@
-"""From rows to what a forward pass takes: packing of sequences into micro-batches.
+"""From rows to what a forward pass takes: datasets, the order in which they are drawn, packing into micro-batches.
 
-`packing` turns ragged sequences into `[1, tokens]` micro-batches with `cu_seqlens`, in the order that tensor, context
-and pipeline parallelism need.
+- `prompts`: `PromptDataset`, rows in verl's columns as `Prompt`s (`sample`); `sft`: `SftDataset`, conversations with a
+  loss mask (`turns`). Both read `parquet` files lazily, speak through the model's chat template (`chat`), and have one
+  rule for what is too long (`lengths`).
+- `sampler`: `PromptSampler`, which rows each step takes; its state can be saved.
+- `packing` turns ragged sequences into `[1, tokens]` micro-batches with `cu_seqlens`, in the order that tensor, context
+  and pipeline parallelism need.
 """

@@ -1,15 +1,16 @@
 """Packed micro-batches: sequences laid end to end, so that (nearly) no padding is computed.
 
 A pack is the same on every rank of a model-parallel group; `PackedBatch.shard` takes the tokens of one
-context-parallel rank. Padding is of two kinds, both made of tokens that no loss reads: a few tokens at the end of a
-sequence, so that it divides into context chunks, and sequences of padding at the end of the pack, so that it has the
-length that pipeline stages agreed on. Causal attention keeps both from every real token.
+context-parallel rank, which is what a model runs on. Padding is of two kinds, both made of tokens that no loss reads:
+a few tokens at the end of a sequence, so that it divides into context chunks, and sequences of padding at the end of
+the pack, so that it has the length that pipeline stages agreed on. Causal attention keeps both from every real token.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -35,7 +36,7 @@ class PackedBatch:
     input_ids: torch.Tensor
     """int64 [tokens]"""
     targets: torch.Tensor
-    """int64 [tokens]: the next token of the same sequence, or IGNORED_TARGET"""
+    """int64 [tokens]: the next token of the same sequence where its log-prob is wanted, IGNORED_TARGET elsewhere"""
     positions: torch.Tensor
     """int64 [tokens]: from 0 in each sequence"""
     cu_seqlens: torch.Tensor
@@ -45,11 +46,22 @@ class PackedBatch:
     rows: tuple[int, ...]
     """Which rows of the batch these sequences are."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Further per-token values [tokens], such as masks, advantages or old log-probs; 0 on padding."""
+    """Further float32 values [tokens], such as masks, advantages or old log-probs; 0 on padding."""
+
+    @cached_property
+    def selected(self) -> torch.Tensor:
+        """int64 [selected]: the positions that have a target. The first, where none has: layers want a token."""
+        positions = (self.targets != IGNORED_TARGET).nonzero().squeeze(1)
+        return positions if positions.numel() else positions.new_zeros(1)
 
     @property
-    def num_tokens(self) -> int:
-        return self.input_ids.numel()
+    def total_tokens(self) -> int:
+        """Of the whole pack, padding included; a shard has that divided by the context-parallel size."""
+        return self.bounds[-1]
+
+    def with_columns(self, **columns: torch.Tensor) -> PackedBatch:
+        """A copy that has these per-token values too."""
+        return dataclasses.replace(self, columns={**self.columns, **columns})
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
@@ -60,27 +72,20 @@ class PackedBatch:
         if cp_size == 1:
             return self
         index = zigzag_positions(self.bounds, cp_size, cp_rank)
-        return PackedBatch(
-            input_ids=self.input_ids[index],
-            targets=self.targets[index],
-            positions=self.positions[index],
-            cu_seqlens=self.cu_seqlens,
-            lengths=self.lengths,
-            rows=self.rows,
-            columns={name: column[index] for name, column in self.columns.items()},
-        )
+        return self._map(lambda tensor: tensor[index])
 
     def to(self, device: str) -> PackedBatch:
-        """A copy on `device`, where it is another device."""
-        move = lambda tensor: tensor.to(device, non_blocking=True)
-        return PackedBatch(
-            input_ids=move(self.input_ids),
-            targets=move(self.targets),
-            positions=move(self.positions),
-            cu_seqlens=move(self.cu_seqlens),
-            lengths=self.lengths,
-            rows=self.rows,
-            columns={name: move(column) for name, column in self.columns.items()},
+        """This batch with its per-token tensors on `device`."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedBatch:
+        """Applies `change` to every per-token tensor. `cu_seqlens` stays: the bounds of the whole pack."""
+        return dataclasses.replace(
+            self,
+            input_ids=change(self.input_ids),
+            targets=change(self.targets),
+            positions=change(self.positions),
+            columns={name: change(column) for name, column in self.columns.items()},
         )
 
     def unpack(self, values: torch.Tensor) -> list[torch.Tensor]:
@@ -108,6 +113,7 @@ def pack_sequences(
     layout: Layout,
     *,
     rows: Sequence[int] | None = None,
+    first_targets: Sequence[int] | None = None,
     columns: dict[str, Sequence[torch.Tensor]] | None = None,
     num_tokens: int | None = None,
 ) -> PackedBatch:
@@ -117,7 +123,9 @@ def pack_sequences(
         sequences: int64 [length] each, length ≥ 1. May be empty when `num_tokens` is given: a pack of padding, for
             ranks that have fewer micro-batches than others.
         rows: the index of each sequence in its batch, 0, 1, … if not given.
-        columns: per-token values [length] of each sequence, packed along.
+        first_targets: the index in each sequence of the first token whose log-prob is wanted, such as the number of its
+            prompt tokens; 1 if not given.
+        columns: float32 values [length] of each sequence, packed along.
         num_tokens: the length to pad to (a multiple of `pack_multiple`); the least that fits if not given.
 
     Raises:
@@ -137,10 +145,11 @@ def pack_sequences(
     input_ids = torch.full((total,), PAD_TOKEN, dtype=torch.int64)
     targets = torch.full((total,), IGNORED_TARGET, dtype=torch.int64)
     positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(bounds)])
-    packed = {name: values[0].new_zeros(total) for name, values in (columns or {}).items()} if sequences else {}
+    packed = {name: torch.zeros(total) for name in columns or ()}
     for index, (start, sequence, length) in enumerate(zip(bounds, sequences, lengths, strict=False)):
         input_ids[start : start + length] = sequence
-        targets[start : start + length - 1] = sequence[1:]
+        first = 1 if first_targets is None else first_targets[index]
+        targets[start + first - 1 : start + length - 1] = sequence[first:]
         for name, column in packed.items():
             column[start : start + length] = columns[name][index]  # type: ignore[index]
     return PackedBatch(

@@ -13,9 +13,10 @@ from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_p
 from transformers import PretrainedConfig
 
 from megarl import platform
+from megarl.config.schema_inputs import ModelConfig
 from megarl.models.backends import layer_backend, resolve_backend
 from megarl.models.bridge import make_bridge, rope_frequencies
-from megarl.models.heads import ScalarHead
+from megarl.models.heads import LogitSelector, ScalarHead
 from megarl.parallel.groups import Groups
 
 
@@ -30,16 +31,6 @@ class Role(StrEnum):
     """A score for each token, read at the last (`AutoModelForSequenceClassification`, one label)."""
 
 
-class Recompute(StrEnum):
-    """Which activations are computed again in the backward pass instead of being kept."""
-
-    NONE = "none"
-    SELECTIVE = "selective"
-    """Core attention and the feed-forward layers' inner activations (arXiv:2205.05198)."""
-    FULL = "full"
-    """Everything but each layer's input."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronModel:
     """This rank's chunks of one model, and what is needed to run, load and export them."""
@@ -52,6 +43,8 @@ class MegatronModel:
     """mbridge's `Bridge`, corrected; its config is `config`."""
     groups: Groups
     dtype: torch.dtype
+    selector: LogitSelector | None
+    """Of the output layer, on the last stage of a language model."""
 
     @property
     def config(self) -> Any:
@@ -80,7 +73,6 @@ def build_model(
     role: Role = Role.CAUSAL_LM,
     dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
-    recompute: Recompute = Recompute.NONE,
     overrides: dict[str, Any] | None = None,
 ) -> MegatronModel:
     """Builds this rank's chunks, on its device, with weights not yet set.
@@ -88,14 +80,14 @@ def build_model(
     Args:
         hf_config: as `bridge.read_hf_config` gives it.
         backend: `auto`, `te` or `torch` (`models.backends`).
-        overrides: further TransformerConfig fields.
+        overrides: TransformerConfig fields that win over everything else; `recompute_overrides` gives some.
 
     Raises:
         ValueError: the layer backend cannot serve here.
         ConfigError: a RoPE kind that is not supported.
     """
     frequencies = rope_frequencies(hf_config)
-    bridge = make_bridge(hf_config, groups, dtype, overrides={**_recompute_settings(recompute), **(overrides or {})})
+    bridge = make_bridge(hf_config, groups, dtype, overrides=overrides)
     virtual_size = groups.layout.vpp
     chunks = []
     with layer_backend(resolve_backend(backend)):
@@ -104,7 +96,16 @@ def build_model(
             if frequencies is not None:
                 chunk.rotary_pos_emb.inv_freq = frequencies.to(platform.current().device)
             chunks.append(chunk.to(platform.current().device))
-    return MegatronModel(chunks=chunks, role=role, hf_config=hf_config, bridge=bridge, groups=groups, dtype=dtype)
+    has_logits = role is Role.CAUSAL_LM and chunks[-1].post_process
+    return MegatronModel(
+        chunks=chunks,
+        role=role,
+        hf_config=hf_config,
+        bridge=bridge,
+        groups=groups,
+        dtype=dtype,
+        selector=LogitSelector(chunks[-1].output_layer, bridge.config) if has_logits else None,
+    )
 
 
 def _build_chunk(bridge: Any, groups: Groups, role: Role, virtual_stage: int | None) -> GPTModel:
@@ -133,9 +134,14 @@ def _build_chunk(bridge: Any, groups: Groups, role: Role, virtual_stage: int | N
     return chunk
 
 
-def _recompute_settings(recompute: Recompute) -> dict[str, Any]:
-    if recompute is Recompute.FULL:
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if recompute is Recompute.SELECTIVE:
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
-    return {}
+def recompute_overrides(config: ModelConfig) -> dict[str, Any]:
+    """The TransformerConfig fields of the `model.recompute_*` keys, for `build_model`."""
+    if config.recompute_granularity == "none":
+        return {}
+    if config.recompute_granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": config.recompute_method,
+        "recompute_num_layers": config.recompute_num_layers,
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megarl import platform
 from megarl.data.packing import IGNORED_TARGET, PackedBatch
 from megarl.models.build import MegatronModel
 from megarl.models.logprobs import vocab_parallel_logprobs_entropy
@@ -22,24 +23,30 @@ def token_logprobs(
     The backward pass overwrites `logits` (`models.logprobs`).
 
     Args:
-        logits: [tokens, vocabulary ÷ tp], as `run_pipeline` gives them.
+        logits: [selected tokens, vocabulary ÷ tp], as `run_pipeline` gives them.
         shard: the micro-batch of this context-parallel rank.
 
     Returns:
         float32 [tokens] each, in the shard's order: position i holds the log-prob of target i, and 0 where there is
         no target. Entropy is None if not asked for.
     """
-    has_target = shard.targets != IGNORED_TARGET
+    selected = shard.selected
+    targets = shard.targets[selected]
     logprobs, entropies = vocab_parallel_logprobs_entropy(
         logits,
-        shard.targets.clamp(min=0),
+        targets.clamp(min=0),
         vocab_size=model.vocab_size,
         group=model.groups.tp,
         temperature=temperature,
         entropy=entropy,
+        chunk_bytes=platform.current().chunk_bytes,
     )
-    select = lambda values: torch.where(has_target, values, torch.zeros_like(values))
-    return select(logprobs), None if entropies is None else select(entropies)
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        wanted = torch.where(targets != IGNORED_TARGET, values, torch.zeros_like(values))
+        return wanted.new_zeros(shard.targets.shape).index_copy(0, selected, wanted)
+
+    return spread(logprobs), None if entropies is None else spread(entropies)
 
 
 def token_values(values: torch.Tensor) -> torch.Tensor:

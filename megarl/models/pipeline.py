@@ -14,16 +14,15 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megarl import platform
 from megarl.data.packing import PackedBatch
 from megarl.models.build import MegatronModel
 
 OutputFunction = Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, Any]]]
 """What the last stage makes of the model's output.
 
-Takes the output — logits [tokens, vocabulary ÷ tp], or values [tokens, 1] of a scalar head — and the micro-batch, both
-of this context-parallel rank. Gives the loss (a scalar, already divided by the global mini-batch; summed over
-micro-batches, data- and context-parallel ranks it is the loss) and whatever is to be handed back.
+Takes the output — logits [selected tokens, vocabulary ÷ tp], or values [tokens, 1] of a scalar head — and the
+micro-batch, both of this context-parallel rank. Gives the loss (a scalar, already divided by the global mini-batch;
+summed over micro-batches, data- and context-parallel ranks it is the loss) and whatever is to be handed back.
 """
 
 
@@ -38,8 +37,8 @@ def run_pipeline(
     """Forward, or forward and backward, over `batches`. Collective over the model-parallel group.
 
     Args:
-        batches: the micro-batches of this data-parallel rank, whole packs. With PP > 1 all have the same number of
-            tokens, on all stages; with VPP > 1 their number is a multiple of PP.
+        batches: the micro-batches of this data-parallel rank, each this context-parallel rank's shard, on the device.
+            With PP > 1 all have the same number of tokens, on all stages; with VPP > 1 there are a multiple of PP.
         forward_only: compute no gradients; the loss that `output_function` gives is not used.
         chunks: what to call instead of `model.chunks`, such as their data-parallel wrappers.
 
@@ -47,12 +46,12 @@ def run_pipeline(
         What `output_function` handed back for each micro-batch, on the last stage; an empty list on the others.
     """
     _check(model, batches)
-    groups = model.groups
     chunks = list(model.chunks if chunks is None else chunks)
-    shards = [batch.shard(groups.cp.size(), groups.cp.rank()).to(platform.current().device) for batch in batches]
 
     def forward_step(iterator: Iterator[PackedBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         shard = next(iterator)
+        if model.selector is not None:
+            model.selector.positions = shard.selected
         output = chunk(
             shard.input_ids.unsqueeze(0),
             shard.positions.unsqueeze(0),
@@ -67,13 +66,13 @@ def run_pipeline(
 
         return output, loss_function
 
-    iterators = [iter(shards) for _ in chunks]
+    iterators = [iter(batches) for _ in chunks]
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(shards),
-        seq_length=batches[0].num_tokens,
+        num_microbatches=len(batches),
+        seq_length=batches[0].total_tokens,
         micro_batch_size=1,
         forward_only=forward_only,
     )
@@ -83,7 +82,7 @@ def _check(model: MegatronModel, batches: Sequence[PackedBatch]) -> None:
     if not batches:
         raise ValueError("no micro-batches to run; a rank without samples still takes part, with a pack of padding")
     layout = model.groups.layout
-    lengths = {batch.num_tokens for batch in batches}
+    lengths = {batch.total_tokens for batch in batches}
     if layout.pp > 1 and len(lengths) > 1:
         raise ValueError(f"with pipeline parallelism all micro-batches have one length, not {sorted(lengths)} tokens")
     if layout.vpp > 1 and len(batches) % layout.pp:
@@ -91,16 +90,16 @@ def _check(model: MegatronModel, batches: Sequence[PackedBatch]) -> None:
 
 
 def _packed_seq_params(shard: PackedBatch) -> PackedSeqParams:
-    bounds = shard.bounds
+    bounds, cu_seqlens = shard.bounds, shard.cu_seqlens.to(shard.input_ids.device)
     # The longest sequence itself, never a rounded number: a value equal to the whole pack's length makes
     # Megatron-Core's rotary embedding count positions through the pack instead of within each sequence.
     longest = max(stop - start for start, stop in itertools.pairwise(bounds))
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=shard.cu_seqlens,
-        cu_seqlens_kv=shard.cu_seqlens,
-        cu_seqlens_q_padded=shard.cu_seqlens,
-        cu_seqlens_kv_padded=shard.cu_seqlens,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens,
+        cu_seqlens_kv_padded=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )

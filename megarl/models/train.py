@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megarl.config.schema_learning import OptimConfig
 from megarl.data.packing import PackedBatch
 from megarl.models.build import MegatronModel
 from megarl.models.pipeline import OutputFunction, run_pipeline
@@ -76,38 +80,62 @@ class TrainableModel:
     def step(self, batches: Sequence[PackedBatch], output_function: OutputFunction) -> StepResult:
         """One optimizer step over the micro-batches of this data-parallel rank. Collective over the world."""
         outputs = self.accumulate(batches, output_function)
+        if not self._gradient_is_finite():
+            return StepResult(outputs=outputs, grad_norm=math.nan, updated=False)
         updated, grad_norm, _ = self.optimizer.step()
         return StepResult(outputs=outputs, grad_norm=float(grad_norm), updated=bool(updated))
 
+    def _gradient_is_finite(self) -> bool:
+        """Whether every gradient of every rank is a number. Collective over the world.
+
+        Asked before the optimizer step: a NaN that gets into weights and moments cannot be got out again.
+        """
+        buffers = [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        # A sum is NaN or infinite if any term is, and takes one pass and no memory.
+        total = torch.stack([buffer.grad_data.sum() for buffer in buffers]).sum()
+        broken = (~torch.isfinite(total)).float()
+        dist.all_reduce(broken, op=dist.ReduceOp.MAX)
+        return not bool(broken)
+
 
 def optimizer_config(
-    *,
-    lr: float,
-    dtype: torch.dtype,
-    weight_decay: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    clip_grad: float = 1.0,
-    use_distributed_optimizer: bool = False,
-    overlap_param_gather: bool = False,
+    config: OptimConfig, dtype: torch.dtype, *, use_distributed_optimizer: bool, overlap_param_gather: bool = False
 ) -> OptimizerConfig:
-    """Megatron-Core's config for AdamW with float32 master weights and moments (arXiv:1711.05101).
-
-    Args:
-        clip_grad: the global gradient norm is clipped to this; 0 switches clipping off.
-    """
+    """Megatron-Core's config for AdamW with float32 master weights and moments (arXiv:1711.05101)."""
     return OptimizerConfig(
         optimizer="adam",
-        lr=lr,
-        weight_decay=weight_decay,
-        adam_beta1=betas[0],
-        adam_beta2=betas[1],
-        adam_eps=eps,
-        clip_grad=clip_grad,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=use_distributed_optimizer,
         overlap_param_gather=overlap_param_gather,
+    )
+
+
+def learning_rate_schedule(
+    optimizer: MegatronOptimizer, config: OptimConfig, total_steps: int
+) -> OptimizerParamScheduler:
+    """Megatron-Core's scheduler over the optimizer steps of the whole run. `step(1)` goes before each optimizer step.
+
+    Before, not after: the first step then has the rate of the first step of warm-up and not 0.
+    """
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.lr_warmup_steps,
+        lr_decay_steps=max(total_steps, config.lr_warmup_steps + 1),
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
     )
 
 

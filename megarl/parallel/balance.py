@@ -26,25 +26,17 @@ _EXCHANGES_PER_PART = 16
 """Bounds the time of refinement; it is nearly always through much sooner."""
 
 
-def sequence_flops(length: int, shape: ModelShape, *, experts_per_token: int = 0) -> int:
+def sequence_flops(length: int, shape: ModelShape) -> int:
     """Floating-point operations of a forward pass over one sequence of `length` tokens, estimated.
 
     Matrix products grow with the length and causal attention with its square (PaLM, arXiv:2204.02311, appendix B,
     with half the square because the mask is causal). Backward costs twice as much whatever the length, so that the
     proportions, which are all that balancing needs, are the same. The low-rank projections of multi-latent attention
     are counted as full ones.
-
-    Args:
-        experts_per_token: routed experts that a token passes through; 0 for a dense model.
-
-    Raises:
-        ValueError: `experts_per_token` is 0 for a mixture of experts, or not 0 for a dense model.
     """
-    if (experts_per_token > 0) != shape.is_moe:
-        raise ValueError(f"experts_per_token is {experts_per_token} for a model of {shape.num_experts} experts")
     heads = shape.num_heads * shape.head_dim
     attention_weights = shape.hidden_size * 2 * (heads + shape.num_kv_heads * shape.head_dim)
-    expert_width = experts_per_token * shape.moe_ffn_size + shape.shared_ffn_size
+    expert_width = shape.experts_per_token * shape.moe_ffn_size + shape.shared_ffn_size
     moe_layers = shape.num_layers - shape.num_dense_layers
     feed_forward_width = shape.num_dense_layers * shape.ffn_size + moe_layers * expert_width
     weights = (

@@ -4,6 +4,8 @@
 Megatron-Core needs there (`megatron_cpu.py`). Nothing else in megarl asks which device it is on.
 """
 
+# First: it silences what the imports of the others would print.
+from megarl.platform import warnings_of_libraries as _warnings_of_libraries  # noqa: F401
 from megarl.platform.device import Platform, current
 from megarl.platform.dtypes import parse_dtype
 from megarl.platform.process_group import init_distributed, shutdown_distributed

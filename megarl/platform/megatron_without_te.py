@@ -6,7 +6,6 @@ Paths are relative to `megatron/core/`.
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ import torch
 @functools.cache
 def install() -> None:
     """Installs every stand-in. Call it before a Megatron-Core model is built; further calls do nothing."""
-    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*not installed.*")
     _patch_undefined_names()
     _patch_adam_step()
 

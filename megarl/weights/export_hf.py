@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from megarl import platform
 from megarl.models.build import MegatronModel, Role
 from megarl.weights.pieces import Box, Piece, Shard, box_index, model_shards, pieces_by_tensor, uncovered
 from megarl.weights.safetensors_io import SafetensorsWriter, TensorInfo
+from megarl.weights.together import SharedOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +69,16 @@ def plan_export(model: MegatronModel) -> ExportPlan:
 
 
 def export_hf(
-    model: MegatronModel, plan: ExportPlan | None = None, *, to_rank: int | None = None
+    model: MegatronModel,
+    plan: ExportPlan | None = None,
+    *,
+    names: Iterable[str] | None = None,
+    to_rank: int | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Streams (name, whole tensor) in the plan's order. Collective over the world: every rank must exhaust it.
 
     Args:
+        names: the tensors to stream, the same on every rank. None: all.
         to_rank: the only rank that gets tensors; the others get nothing and only give. None: every rank gets all.
 
     Yields:
@@ -81,7 +87,8 @@ def export_hf(
     """
     plan = plan or plan_export(model)
     rank = dist.get_rank()
-    for name, info in plan.tensors.items():
+    for name in plan.tensors if names is None else names:
+        info = plan.tensors[name]
         receives = to_rank is None or rank == to_rank
         sources = plan.sources[name]
         pieces = {piece.hf_box: (shard, piece) for shard, piece in plan.mine.get(name, ())}
@@ -160,6 +167,9 @@ HF_FILES = (
 )
 """What travels beside the weights and config.json: tokenizer, chat template, generation settings."""
 
+_BATCH_BYTES = 2**30
+"""How much the other ranks may still send after rank 0 could not write: they are told in between."""
+
 _ARCHITECTURES = {Role.CRITIC: "ForTokenClassification", Role.REWARD: "ForSequenceClassification"}
 
 
@@ -180,23 +190,46 @@ def save_hf(
         on_tensor: is shown each tensor on rank 0 as it is written, for checksums.
 
     Raises:
-        OSError: rank 0 cannot write (disk full, no permission).
+        ConfigError: on every rank; rank 0 cannot write (disk full, no permission).
     """
     plan = plan_export(model)
-    writer = None
-    if dist.get_rank() == 0:
-        copy_hf_files(source_folder, folder)
-        _write_config(model, Path(source_folder), Path(folder))
-        writer = SafetensorsWriter(folder, plan.tensors)
-    for name, tensor in export_hf(model, plan, to_rank=0):
-        assert writer is not None
-        writer.write(name, tensor)
-        if on_tensor is not None:
-            on_tensor(name, tensor)
-        if progress is not None:
-            progress(tensor.nbytes)
-    if writer is not None:
-        writer.finish()
+    outcome = SharedOutcome()
+    writer: SafetensorsWriter | None = None
+    with outcome.attempt(folder):
+        if dist.get_rank() == 0:
+            copy_hf_files(source_folder, folder)
+            _write_config(model, Path(source_folder), Path(folder))
+            writer = SafetensorsWriter(folder, plan.tensors)
+    outcome.check()
+    for names in _batches(plan.tensors):
+        for name, tensor in export_hf(model, plan, names=names, to_rank=0):
+            if outcome.problem is not None:
+                continue  # the others still send
+            with outcome.attempt(folder):
+                writer.write(name, tensor)  # type: ignore[union-attr]
+            if on_tensor is not None:
+                on_tensor(name, tensor)
+            if progress is not None:
+                progress(tensor.nbytes)
+        outcome.check()
+    with outcome.attempt(folder):
+        if writer is not None:
+            writer.finish()
+    outcome.check()
+
+
+def _batches(tensors: Mapping[str, TensorInfo]) -> Iterator[list[str]]:
+    """Names in batches of at most `_BATCH_BYTES`, or of one tensor."""
+    batch: list[str] = []
+    size = 0
+    for name, info in tensors.items():
+        if batch and size + info.num_bytes > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(name)
+        size += info.num_bytes
+    if batch:
+        yield batch
 
 
 def copy_hf_files(source: str | Path, target: str | Path) -> list[str]:

@@ -14,9 +14,10 @@ from megarl.config.errors import ConfigError
 from megarl.models.build import MegatronModel, Role
 from megarl.weights.pieces import Piece, Shard, box_index, model_shards
 from megarl.weights.safetensors_io import SafetensorsReader
+from megarl.weights.together import file_problem, raise_together
 
 Progress = Callable[[int], None]
-"""Is told the bytes that were read since the last call."""
+"""Is told the bytes of parameters that were filled since the last call."""
 
 _SCALAR_HEAD = "score."
 _HEAD_SEED = 20_240_531
@@ -44,24 +45,13 @@ def load_hf(model: MegatronModel, folder: str | Path, progress: Progress | None 
         for shard in shards:
             _fill(shard, reader, progress)
         _fill_missing_heads(model, reader, shards)
-    except (ConfigError, OSError) as error:
+    except ConfigError as error:
         problem = str(error)
+    except OSError as error:
+        problem = file_problem(error, folder)
     raise_together(problem)
     assert reader is not None
     raise_together(_unclaimed(model, reader, shards))
-
-
-def raise_together(problem: str | None) -> None:
-    """Raises ConfigError on every rank if any rank has a problem, so that none waits for one that left.
-
-    Collective over the world.
-    """
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for rank, text in enumerate(problems):
-        if text is not None:
-            where = f" (found by rank {rank})" if len(problems) > 1 else ""
-            raise ConfigError(text + where)
 
 
 def _check_tensors(reader: SafetensorsReader, shards: Iterable[Shard]) -> None:
@@ -91,7 +81,7 @@ def _fill(shard: Shard, reader: SafetensorsReader, progress: Progress | None) ->
         source = reader.read(piece.hf_name, piece.hf_box)
         shard.tensor[box_index(piece.local_box)].copy_(source)
         if progress is not None:
-            progress(source.nbytes)
+            progress(piece.numel * shard.tensor.itemsize)
 
 
 def _fill_missing_heads(model: MegatronModel, reader: SafetensorsReader, shards: Iterable[Shard]) -> None:

@@ -8,6 +8,8 @@ header length, a JSON header, then the tensors' bytes (https://github.com/huggin
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +47,12 @@ class TensorInfo:
     dtype: torch.dtype
 
     @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return self.num_elements * self.dtype.itemsize
 
 
 class SafetensorsReader:
@@ -110,15 +116,21 @@ class SafetensorsReader:
     def info(self, name: str) -> TensorInfo:
         return self._info[name]
 
+    def main_dtype(self) -> torch.dtype:
+        """The dtype that most elements have."""
+        elements: Counter[torch.dtype] = Counter()
+        for info in self._info.values():
+            elements[info.dtype] += info.num_elements
+        return elements.most_common(1)[0][0]
+
     def file_of(self, name: str) -> Path:
         return self.folder / self._file_of[name]
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A tensor, or a box of it. A view of the mapped file where that is possible: copy it before it is changed."""
-        file = self._open(self._file_of[name])
-        if box is None or not box:
-            return file.get_tensor(name)
-        return file.get_slice(name)[box_index(box)]
+        """A tensor, or a box of it: a view of the mapped file, so copy it before it is changed."""
+        # Indexing the view reads only the box's pages. The library's own `get_slice` copies, at a fifth of the speed.
+        whole = self._open(self._file_of[name]).get_tensor(name)
+        return whole if not box else whole[box_index(box)]
 
     def close(self) -> None:
         """Unmaps the files."""

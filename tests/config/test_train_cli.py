@@ -119,10 +119,3 @@ def test_a_config_is_needed():
     result = train("--check")
     assert result.returncode == 2
     assert "--config FILE is needed" in result.stderr
-
-
-def test_a_run_whose_loop_does_not_exist_is_refused_in_a_sentence(files):
-    result = train("--config", "gsm8k_smollm2_grpo.yaml", *files(SMOLLM2_135M))
-    assert result.returncode == 2
-    assert "trainer.kind rl" in result.stderr
-    assert "Traceback" not in result.stderr

@@ -5,6 +5,7 @@ Usage: torchrun … parity.py MODELS_FOLDER RESULTS_FILE CASES_JSON
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import json
 import logging
@@ -40,7 +41,10 @@ def whole_output(model: MegatronModel, batch: PackedBatch) -> torch.Tensor | Non
     """[tokens, vocabulary or 1] of the whole pack, on the last stage."""
     groups = model.groups
     # VPP wants as many micro-batches as stages.
-    batches = [batch] * (groups.layout.pp if groups.layout.vpp > 1 else 1)
+    # Logits of every real token are compared, those without a next token too; `targets` says which are computed.
+    shard = dataclasses.replace(batch, targets=torch.zeros_like(batch.targets))
+    shard = shard.shard(groups.cp.size(), groups.cp.rank())
+    batches = [shard] * (groups.layout.pp if groups.layout.vpp > 1 else 1)
     with torch.no_grad():
         outputs = run_pipeline(model, batches, lambda out, shard: (out.sum(), {"out": out}), forward_only=True)
     if not outputs:

@@ -18,9 +18,11 @@ import torch.distributed as dist
 
 from megarl import platform
 from megarl.config.layout import Layout
+from megarl.config.schema_inputs import ModelConfig
+from megarl.config.schema_learning import OptimConfig
 from megarl.data.packing import IGNORED_TARGET, PackedBatch, pack_multiple, pack_sequences, padded_length
 from megarl.models.bridge import read_hf_config
-from megarl.models.build import Recompute, build_model
+from megarl.models.build import build_model, recompute_overrides
 from megarl.models.outputs import token_logprobs
 from megarl.models.train import TrainableModel, optimizer_config
 from megarl.parallel.groups import Groups, build_groups
@@ -37,37 +39,36 @@ def global_batch(vocab: int) -> list[torch.Tensor]:
     return [torch.randint(0, vocab, (length,), generator=generator) for length in LENGTHS]
 
 
-def micro_batches(sequences: list[torch.Tensor], layout: Layout, dp_rank: int) -> list[PackedBatch]:
+def micro_batches(sequences: list[torch.Tensor], groups: Groups) -> list[PackedBatch]:
     """This data-parallel rank's sequences, two to a pack; packs of padding where VPP needs more."""
-    rows = range(dp_rank, len(sequences), layout.dp)
-    groups = [list(rows[start : start + PER_MICRO_BATCH]) for start in range(0, len(rows), PER_MICRO_BATCH)]
-    if layout.vpp > 1:
-        groups += [[]] * (-len(groups) % layout.pp)
-    length = padded_length(max(LENGTHS) * PER_MICRO_BATCH, pack_multiple(layout))
-    return [
-        pack_sequences([sequences[row] for row in group], layout, rows=group, num_tokens=length) for group in groups
-    ]
-
-
-def run_case(folder: Path, groups: Groups, distributed_optimizer: bool, recompute: Recompute) -> dict:
     layout = groups.layout
-    model = build_model(read_hf_config(folder), groups, dtype=torch.float32, recompute=recompute)
+    rows = range(groups.dp.rank(), len(sequences), layout.dp)
+    parts = [list(rows[start : start + PER_MICRO_BATCH]) for start in range(0, len(rows), PER_MICRO_BATCH)]
+    if layout.vpp > 1:
+        parts += [[]] * (-len(parts) % layout.pp)
+    length = padded_length(max(LENGTHS) * PER_MICRO_BATCH, pack_multiple(layout))
+    packs = [
+        pack_sequences([sequences[row] for row in group], layout, rows=group, num_tokens=length) for group in parts
+    ]
+    return [pack.shard(groups.cp.size(), groups.cp.rank()) for pack in packs]
+
+
+def run_case(folder: Path, groups: Groups, distributed_optimizer: bool, recompute: str) -> dict:
+    overrides = recompute_overrides(ModelConfig(recompute_granularity=recompute))
+    model = build_model(read_hf_config(folder), groups, dtype=torch.float32, overrides=overrides)
     load_hf(model, folder)
     trainable = TrainableModel(
         model,
         optimizer_config(
-            lr=1e-3,
-            # With Adam's usual 1e-8 a gradient that is 0 but for rounding moves a weight as far as any other.
-            eps=1e-4,
-            dtype=torch.float32,
-            weight_decay=0.1,
-            clip_grad=1.0,
+            # With Adam's usual eps of 1e-8 a gradient that is 0 but for rounding moves a weight as far as any other.
+            OptimConfig(lr=1e-3, eps=1e-4, weight_decay=0.1, clip_grad=1.0),
+            torch.float32,
             use_distributed_optimizer=distributed_optimizer,
         ),
     )
     sequences = global_batch(model.vocab_size)
     total = sum(len(sequence) - 1 for sequence in sequences)
-    batches = micro_batches(sequences, layout, groups.dp.rank())
+    batches = micro_batches(sequences, groups)
 
     def negative_mean_logprob(logits: torch.Tensor, shard: PackedBatch) -> tuple[torch.Tensor, dict]:
         logprobs, entropy = token_logprobs(model, logits, shard, entropy=True)
@@ -112,7 +113,7 @@ def main() -> None:
     for case in json.loads(sys.argv[3]):
         groups = build_groups(Layout(world_size=world_size, **case["layout"]))
         for model, distributed in itertools.product(case["models"], case.get("distributed_optimizer", [False, True])):
-            result = run_case(models_folder / model, groups, distributed, Recompute(case.get("recompute", "none")))
+            result = run_case(models_folder / model, groups, distributed, case.get("recompute", "none"))
             if rank == 0:
                 torch.save(result, results_folder / f"{case['name']}-{model}-{distributed}.pt")
     platform.shutdown_distributed()

@@ -201,7 +201,7 @@ DENSE = ModelShape(
     num_dense_layers=3, vocab_size=32, max_positions=10_000, tied=False,
 )  # fmt: skip
 MIXTURE = dataclasses.replace(
-    DENSE, model_type="deepseek_v3", num_dense_layers=1, num_experts=6, moe_ffn_size=4, shared_ffn_size=7
+    DENSE, model_type="deepseek_v3", num_dense_layers=1, num_experts=6, experts_per_token=2, moe_ffn_size=4, shared_ffn_size=7
 )
 
 
@@ -223,13 +223,8 @@ def test_flops_of_a_mixture_count_the_experts_a_token_passes_through() -> None:
     dense = [(8, 16), (8, 16), (16, 8)]
     router, shared = [(8, 6)], [(8, 7), (8, 7), (7, 8)]
     mixture = router + shared + [(8, 4), (8, 4), (4, 8)] * 2
-    assert sequence_flops(7, MIXTURE, experts_per_token=2) == _flops_by_matrix(7, [dense, mixture, mixture])
+    assert sequence_flops(7, MIXTURE) == _flops_by_matrix(7, [dense, mixture, mixture])
 
-
-@pytest.mark.parametrize(("shape", "experts_per_token"), [(MIXTURE, 0), (DENSE, 2)])
-def test_experts_per_token_must_fit_the_model(shape: ModelShape, experts_per_token: int) -> None:
-    with pytest.raises(ValueError, match=f"experts_per_token is {experts_per_token} for a model of"):
-        sequence_flops(7, shape, experts_per_token=experts_per_token)
 
 
 def test_balancing_flops_is_not_balancing_tokens() -> None:

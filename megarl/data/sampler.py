@@ -1,0 +1,105 @@
+"""Which rows each step takes: a pure function of (seed, position), so that ranks agree without communication."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megarl.config.errors import ConfigError
+
+_SEED_RANGE = 2**64
+"""Seeds of numpy are not negative; a negative seed counts down from here."""
+
+
+class PromptSampler:
+    """Draws batches of row numbers from an endless stream of epochs, each a new order of all rows.
+
+    Batches may cross the end of an epoch: no row is lost because the dataset does not divide by the batch size. A batch
+    that does may hold a row twice, once from each epoch. Only at the end of a run, rows may be left that do not fill a
+    batch (`num_batches`). (verl drops the last rows of every epoch.)
+    """
+
+    def __init__(self, num_rows: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
+        """Args:
+            num_rows: rows of the dataset, after filtering.
+            batch_size: rows of one batch, over all ranks.
+            shuffle: whether each epoch has its own random order; if not, rows come in the order of the files.
+
+        Raises:
+            ConfigError: fewer rows than a batch.
+        """
+        if batch_size > num_rows:
+            raise ConfigError(
+                f"data.train_batch_size is {batch_size}, but the training files have only {num_rows} usable rows: "
+                f"lower it to {num_rows} or less, or add data."
+            )
+        self.num_rows = num_rows
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self._drawn = 0
+        self._order: tuple[int, np.ndarray] | None = None
+
+    @property
+    def epoch(self) -> float:
+        """Epochs drawn so far, e.g. 1.5."""
+        return self._drawn / self.num_rows
+
+    def num_batches(self, epochs: int) -> int:
+        """Whole batches in this many epochs."""
+        return epochs * self.num_rows // self.batch_size
+
+    def next_batch(self) -> list[int]:
+        """The next `batch_size` row numbers."""
+        batch: list[int] = []
+        while len(batch) < self.batch_size:
+            epoch, start = divmod(self._drawn, self.num_rows)
+            rows = self._epoch_order(epoch)[start : start + self.batch_size - len(batch)]
+            batch += rows.tolist()
+            self._drawn += len(rows)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands. Counted in rows, so that a run may resume with another batch size."""
+        return {"drawn": self._drawn, "num_rows": self.num_rows, "shuffle": self.shuffle, "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on exactly where `state_dict` was taken.
+
+        Raises:
+            ConfigError: the state is of other data or of another order, in which rows would be missed or come twice.
+        """
+        own = {
+            "num_rows": (
+                self.num_rows,
+                "data.train_files with data.max_prompt_length and data.truncation (usable rows)",
+            ),
+            "shuffle": (self.shuffle, "data.shuffle"),
+            "seed": (self.seed, "data.seed"),
+        }
+        for name, (value, key) in own.items():
+            if state[name] != value:
+                raise ConfigError(
+                    f"{key}: the checkpoint was made with {state[name]}, this run has {value}: restore what it was, or "
+                    "start a new run."
+                )
+        self._drawn = state["drawn"]
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        """All row numbers in the order of an epoch, int64 [num_rows]."""
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, epoch_order(self.num_rows, epoch, shuffle=self.shuffle, seed=self.seed))
+        return self._order[1]
+
+
+def epoch_order(num_rows: int, epoch: int, *, shuffle: bool, seed: int) -> np.ndarray:
+    """All row numbers in the order of one epoch, int64 [num_rows].
+
+    From numpy's RandomState, whose stream is frozen: that of `default_rng` may change with numpy's version, and a
+    resumed run would then take rows twice and miss others (NEP 19).
+    """
+    if not shuffle:
+        return np.arange(num_rows)
+    sequence = np.random.SeedSequence([seed % _SEED_RANGE, epoch])
+    return np.random.RandomState(np.random.MT19937(sequence)).permutation(num_rows)

@@ -1,0 +1,79 @@
+"""Rollouts on disk: every sample of a step with all that training needs, to look at or to train on again.
+
+One folder a step, one JSONL file a rank: `step-000012/rank-00003.jsonl`, a sample a line. It does not matter how many
+ranks wrote when they are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from megarl.config.errors import ConfigError
+from megarl.data.sample import Prompt, Sample
+
+
+class RolloutDump:
+    """Writes the samples of this rank (`trainer.rollout_data_dir`)."""
+
+    def __init__(self, folder: str | Path, rank: int) -> None:
+        self._folder = Path(folder)
+        self._rank = rank
+
+    def write(self, step: int, samples: list[Sample]) -> None:
+        """Writes one step; a file of that step from an earlier run is replaced."""
+        folder = _step_folder(self._folder, step)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank-{self._rank:05d}.jsonl"
+        unfinished = path.with_suffix(".unfinished")
+        with unfinished.open("w", encoding="utf-8") as file:
+            for sample in samples:
+                file.write(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n")
+        unfinished.replace(path)
+
+
+class RolloutReplay:
+    """Reads samples back instead of generating them (`rollout.replay_dir`)."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises ConfigError where there are no dumps."""
+        self._folder = Path(folder)
+        if not any(self._folder.glob("step-*/rank-*.jsonl")):
+            raise ConfigError(
+                f"rollout.replay_dir {folder} has no rollouts (step-*/rank-*.jsonl); an earlier run writes them with "
+                "trainer.rollout_data_dir."
+            )
+
+    def read(self, step: int, groups: Collection[int]) -> list[Sample]:
+        """The samples of these groups, ordered by group and index.
+
+        Raises:
+            ConfigError: the step is not there, or a line is not a sample.
+        """
+        folder = _step_folder(self._folder, step)
+        files = sorted(folder.glob("rank-*.jsonl"))
+        if not files:
+            raise ConfigError(f"rollout.replay_dir: {folder} has no rollouts; the dump ends before step {step}.")
+        samples = []
+        for path in files:
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                sample = _parse(path, number, line)
+                if sample.group in groups:
+                    samples.append(sample)
+        return sorted(samples, key=lambda sample: (sample.group, sample.index))
+
+
+def _step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}"
+
+
+def _parse(path: Path, number: int, line: str) -> Sample:
+    try:
+        fields = json.loads(line)
+        return Sample(**{**fields, "prompt": Prompt(**fields["prompt"])})
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}, line {number} is not a sample ({error}); take the dump from the run again."
+        ) from None

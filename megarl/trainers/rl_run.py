@@ -1,0 +1,96 @@
+"""From the first evaluation of an RL run to its export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.config import RunConfig
+from megarl.observe import Tracker
+from megarl.parallel.groups import Groups
+from megarl.trainers.evaluation import evaluate
+from megarl.trainers.finish import export_final
+from megarl.trainers.rl import RLTrainer
+from megarl.trainers.rl_parts import RLParts, build_rl_parts
+from megarl.trainers.rl_state import resume, save
+
+MAX_SKIPPED_STEPS = 3
+"""Steps in a row whose gradient was not finite, after which a run ends: it will not get better by itself."""
+
+
+def run_rl(config: RunConfig, groups: Groups) -> None:
+    """Runs RL to its end. Collective over the world.
+
+    Raises:
+        ConfigError: anything that a person has to put right.
+        RuntimeError: a sync that changed a tensor, or gradients that stay NaN.
+    """
+    parts = build_rl_parts(config, groups)
+    try:
+        start = resume(parts)
+        with _tracker(parts, start) as tracker:
+            _describe(parts, tracker, start)
+            trainer = RLTrainer(parts)
+            trainer.sync()
+            if config.trainer.val_before_train and start == 0:
+                tracker.log(0, run_evaluation(parts, 0))
+            _steps(trainer, tracker, start)
+            if config.checkpoint.export_hf:
+                tracker.text(f"exported to {export_final(parts.actor.model, config)}")
+    finally:
+        parts.close()
+
+
+def _steps(trainer: RLTrainer, tracker: Tracker, start: int) -> None:
+    parts, config = trainer.parts, trainer.config.trainer
+    skipped = 0
+    for step in range(start + 1, parts.total_steps + 1):
+        metrics = trainer.train_step(step, parts.train_data.prompts(parts.sampler.next_batch()))
+        skipped = skipped + 1 if metrics["actor/skipped_updates"] else 0
+        if skipped == MAX_SKIPPED_STEPS:
+            raise RuntimeError(
+                f"the gradient was NaN or infinite in {skipped} steps in a row, the last is step {step}; the weights "
+                "are those of before. Lower optim.lr, or look at the rewards of these steps."
+            )
+        is_last = step == parts.total_steps
+        if _is_due(step, config.test_freq, is_last):
+            metrics |= run_evaluation(parts, step)
+        if _is_due(step, config.save_freq, is_last):
+            with parts.timers("save_checkpoint"):
+                save(parts, step)
+        metrics["training/epoch"] = parts.sampler.epoch
+        tracker.log(step, metrics | parts.timers.flush())
+
+
+def run_evaluation(parts: RLParts, step: int) -> dict[str, float]:
+    """Metrics on the held-out prompts; none where there are no such."""
+    if parts.val_data is None:
+        return {}
+    config = parts.config.trainer
+    folder = config.validation_data_dir or Path(config.default_local_dir, "validation")
+    with parts.timers("testing"):
+        return evaluate(parts.val_data, parts.generator, parts.val_sampling, parts.groups, step=step, folder=folder)
+
+
+def _is_due(step: int, frequency: int, is_last: bool) -> bool:
+    return frequency > 0 and (is_last or step % frequency == 0)
+
+
+def _tracker(parts: RLParts, start: int) -> Tracker:
+    config = parts.config.trainer
+    return Tracker(
+        config.logger,
+        config.default_local_dir,
+        parts.groups.rank == 0,
+        parts.total_steps,
+        "GRPO" if parts.config.algorithm.adv_estimator == "grpo" else "RL",
+        resume_step=start or None,
+    )
+
+
+def _describe(parts: RLParts, tracker: Tracker, start: int) -> None:
+    tracker.text(f"layout: {parts.groups.layout.describe()}")
+    for data in (parts.train_data, parts.val_data):
+        if data is not None:
+            tracker.text(data.description())
+    if start:
+        tracker.text(f"resumed after step {start}")

@@ -1,0 +1,6 @@
+def resume(parts):
+    return 0
+
+
+def save(parts, step):
+    pass
