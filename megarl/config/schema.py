@@ -53,6 +53,9 @@ class RolloutConfig:
     """Folder of rollouts written by an earlier run (`trainer.rollout_data_dir`) to train on instead of generating."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     """How responses are sampled in evaluation."""
+    val_sampled_n: int = setting(0, at_least=0)
+    """Samples of each held-out prompt that evaluations draw besides those of `val_kwargs`, as training draws them: what
+    the policy does, where a greedy evaluation shows its mode. 0: none."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -105,6 +105,8 @@ def optimizer_config(
     return OptimizerConfig(
         optimizer="adam",
         lr=config.lr,
+        # Each parameter group has its own, and the scheduler takes that one: left out, a decay subtracts None.
+        min_lr=config.min_lr,
         weight_decay=config.weight_decay,
         adam_beta1=config.betas[0],
         adam_beta2=config.betas[1],

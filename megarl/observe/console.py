@@ -16,7 +16,7 @@ from rich.progress import (
 )
 from rich.table import Column
 
-EVALUATION_PREFIXES = ("val-core/", "val/")
+EVALUATION_PREFIXES = ("val-core/", "val-sampled/", "val/")
 """What marks a metric as one of an evaluation that people watch; verl's, for RL and for SFT."""
 
 _DETAIL_PREFIX = "val-aux/"

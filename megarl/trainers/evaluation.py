@@ -20,17 +20,27 @@ VALIDATION_DRAW = 2**31
 
 
 def evaluate(
-    data: PromptDataset, generator: Generator, sampling: Sampling, groups: Groups, *, step: int, folder: str | Path
+    data: PromptDataset,
+    generator: Generator,
+    sampling: Sampling,
+    groups: Groups,
+    *,
+    step: int,
+    folder: str | Path,
+    kind: str = "core",
 ) -> dict[str, float]:
     """Answers every prompt of `data` and scores the answers. Collective over the world.
 
     The same prompts are drawn with the same seeds in every evaluation, so that differences are the model's.
 
+    Args:
+        kind: which evaluation this is: `core`, or `sampled`.
+
     Returns:
-        `val-core/<source>/reward/mean@n` and, for n > 1, `best@n` and `pass@k`, on every rank.
+        `val-<kind>/<source>/reward/mean@n` and, for n > 1, `best@n` and `pass@k`, on every rank.
 
     Writes:
-        `folder/step-N.jsonl`, on rank 0: prompt, response and score of each sample.
+        `folder/<kind>-step-N.jsonl`, on rank 0: prompt, response and score of each sample.
     """
     share = share_of(len(data), groups.layout.world_size, groups.rank)
     prompts = list(zip(share, data.prompts(list(share)), strict=True))
@@ -39,8 +49,8 @@ def evaluate(
     dist.all_gather_object(everyones, samples)
     whole = sorted((s for part in everyones for s in part), key=lambda sample: (sample.group, sample.index))
     if groups.rank == 0:
-        _write(whole, Path(folder) / f"step-{step:06d}.jsonl")
-    return validation_metrics(whole, sampling.n)
+        _write(whole, Path(folder) / f"{kind}-step-{step:06d}.jsonl")
+    return {f"val-{kind}/{name}": value for name, value in validation_metrics(whole, sampling.n).items()}
 
 
 def validation_metrics(samples: Sequence[Sample], n: int) -> dict[str, float]:
@@ -55,12 +65,12 @@ def validation_metrics(samples: Sequence[Sample], n: int) -> dict[str, float]:
     metrics = {}
     for source, by_group in sorted(scores.items()):
         table = numpy.array([by_group[group] for group in sorted(by_group)])
-        metrics[f"val-core/{source}/reward/mean@{n}"] = float(table.mean())
+        metrics[f"{source}/reward/mean@{n}"] = float(table.mean())
         if n > 1:
-            metrics[f"val-core/{source}/reward/best@{n}"] = float(table.max(axis=1).mean())
+            metrics[f"{source}/reward/best@{n}"] = float(table.max(axis=1).mean())
             right = (table >= 1.0).sum(axis=1)
             for k in _powers_of_two(n):
-                metrics[f"val-core/{source}/pass@{k}"] = float(numpy.mean([_pass_at_k(n, c, k) for c in right]))
+                metrics[f"{source}/reward/pass@{k}"] = float(numpy.mean([_pass_at_k(n, c, k) for c in right]))
     return metrics
 
 

@@ -48,7 +48,8 @@ class RLTrainer:
         times = timers.flush()
         return {
             **rl_metrics.step_metrics(self.parts, table, advantages, mini_batches, results, synced_bytes),
-            **rl_metrics.performance_metrics(self.parts, table, times["timing_s/step"]),
+            **rl_metrics.reward_metrics(samples),
+            **rl_metrics.performance_metrics(self.parts, table, mini_batches, times["timing_s/step"]),
             **times,
         }
 

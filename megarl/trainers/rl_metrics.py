@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy
+import torch.distributed as dist
 
 from megarl.algorithms.advantages import Advantages
+from megarl.data.sample import Sample
 from megarl.models.train import StepResult
-from megarl.observe.flops import performance
+from megarl.observe.flops import UPDATE_PASSES, performance
 from megarl.observe.reduce import Kind
-from megarl.rewards.outcome import FailureKind
+from megarl.rewards.outcome import SCORE, FailureKind
 from megarl.trainers.exchange import SampleTable
 from megarl.trainers.minibatch import MiniBatch
 
@@ -59,18 +61,34 @@ def step_metrics(
         "actor/lr": float(parts.actor.optimizer.param_groups[0]["lr"]),
         **_table_metrics(parts, table),
         **_advantage_metrics(table, advantages),
-        "batch/imbalance": _imbalance(parts, mini_batches, table),
+        "batch/imbalance": _imbalance(mini_batches),
     }
 
 
-def performance_metrics(parts: RLParts, table: SampleTable, seconds: float) -> dict[str, float]:
-    """Throughput and MFU of a step."""
-    config, lengths = parts.config, table.total_length.tolist()
-    passes = parts.flops.update(lengths) * config.actor.ppo_epochs
-    if config.data.train_batch_size != config.actor.ppo_mini_batch_size or config.actor.ppo_epochs > 1:
-        passes += parts.flops.forward(lengths)
-    if parts.reference is not None:
-        passes += parts.flops.forward(lengths)
+def reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """`reward/<name>/mean` of what reward functions returned beside the score. Collective over the world."""
+    mine: dict[str, tuple[float, int]] = {}
+    for sample in samples:
+        for name, value in sample.rewards.items():
+            if name != SCORE:
+                total, count = mine.get(name, (0.0, 0))
+                mine[name] = (total + value, count + 1)
+    everyones: list[dict[str, tuple[float, int]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyones, mine)
+    names = sorted({name for part in everyones for name in part})
+    found = {name: [part[name] for part in everyones if name in part] for name in names}
+    return {f"reward/{name}/mean": sum(t for t, _ in parts) / sum(c for _, c in parts) for name, parts in found.items()}
+
+
+def performance_metrics(
+    parts: RLParts, table: SampleTable, mini_batches: Sequence[MiniBatch], seconds: float
+) -> dict[str, float]:
+    """Throughput and MFU of a step. Samples that are left out of the update are tokens, but no work of it."""
+    config = parts.config
+    forward = sum(sum(mini_batch.work) for mini_batch in mini_batches)
+    passes = forward * UPDATE_PASSES * config.actor.ppo_epochs
+    passes += forward * (len(mini_batches) * config.actor.ppo_epochs > 1)  # old log-probs
+    passes += forward * (parts.reference is not None)
     if parts.replay is None:
         passes += parts.flops.generation(
             table.prompt_length.tolist(), table.response_length.tolist(), samples_per_prompt=config.rollout.n
@@ -136,10 +154,10 @@ def _advantage_metrics(table: SampleTable, advantages: Advantages) -> dict[str, 
     }
 
 
-def _imbalance(parts: RLParts, mini_batches: Sequence[MiniBatch], table: SampleTable) -> float:
+def _imbalance(mini_batches: Sequence[MiniBatch]) -> float:
     """Work of the busiest data-parallel rank over the mean, by estimated FLOPs; mini-batches wait for one another."""
-    works = [mini_batch.work for mini_batch in mini_batches]
-    return float(sum(max(work) for work in works) / max(sum(sum(work) / len(work) for work in works), 1.0))
+    mean = sum(sum(mini_batch.work) / len(mini_batch.work) for mini_batch in mini_batches)
+    return sum(max(mini_batch.work) for mini_batch in mini_batches) / mean if mean else 1.0
 
 
 def _summary(name: str, values: numpy.ndarray) -> dict[str, float]:

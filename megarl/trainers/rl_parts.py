@@ -55,6 +55,11 @@ class RLParts:
     optimizer_steps: int = 0
     """That the weights have seen: the weight version."""
 
+    @property
+    def trainable(self) -> TrainableModel:
+        """What checkpoints cover."""
+        return self.actor
+
     def close(self) -> None:
         """Ends the worker processes."""
         self.generator.rewards.close()

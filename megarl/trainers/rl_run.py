@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from megarl.config import RunConfig
@@ -11,7 +12,7 @@ from megarl.trainers.evaluation import evaluate
 from megarl.trainers.finish import export_final
 from megarl.trainers.rl import RLTrainer
 from megarl.trainers.rl_parts import RLParts, build_rl_parts
-from megarl.trainers.rl_state import resume, save
+from megarl.trainers.state import is_due, resume, save
 
 MAX_SKIPPED_STEPS = 3
 """Steps in a row whose gradient was not finite, after which a run ends: it will not get better by itself."""
@@ -42,7 +43,7 @@ def run_rl(config: RunConfig, groups: Groups) -> None:
 
 def _steps(trainer: RLTrainer, tracker: Tracker, start: int) -> None:
     parts, config = trainer.parts, trainer.config.trainer
-    skipped = 0
+    skipped, warned = 0, False
     for step in range(start + 1, parts.total_steps + 1):
         metrics = trainer.train_step(step, parts.train_data.prompts(parts.sampler.next_batch()))
         skipped = skipped + 1 if metrics["actor/skipped_updates"] else 0
@@ -51,10 +52,17 @@ def _steps(trainer: RLTrainer, tracker: Tracker, start: int) -> None:
                 f"the gradient was NaN or infinite in {skipped} steps in a row, the last is step {step}; the weights "
                 "are those of before. Lower optim.lr, or look at the rewards of these steps."
             )
+        if metrics["response_length/clip_ratio"] == 1.0 and not warned:
+            warned = True
+            tracker.text(
+                f"warning: step {step}: every response was cut off at data.max_response_length "
+                f"{parts.config.data.max_response_length}, so none has its ending; raise it, or see whether the model "
+                "ever writes its end token."
+            )
         is_last = step == parts.total_steps
-        if _is_due(step, config.test_freq, is_last):
+        if is_due(step, config.test_freq, is_last):
             metrics |= run_evaluation(parts, step)
-        if _is_due(step, config.save_freq, is_last):
+        if is_due(step, config.save_freq, is_last):
             with parts.timers("save_checkpoint"):
                 save(parts, step)
         metrics["training/epoch"] = parts.sampler.epoch
@@ -68,11 +76,15 @@ def run_evaluation(parts: RLParts, step: int) -> dict[str, float]:
     config = parts.config.trainer
     folder = config.validation_data_dir or Path(config.default_local_dir, "validation")
     with parts.timers("testing"):
-        return evaluate(parts.val_data, parts.generator, parts.val_sampling, parts.groups, step=step, folder=folder)
-
-
-def _is_due(step: int, frequency: int, is_last: bool) -> bool:
-    return frequency > 0 and (is_last or step % frequency == 0)
+        samplings = {"core": parts.val_sampling}
+        if sampled := parts.config.rollout.val_sampled_n:
+            samplings["sampled"] = dataclasses.replace(parts.sampling, n=sampled)
+        metrics = {}
+        for kind, sampling in samplings.items():
+            metrics |= evaluate(
+                parts.val_data, parts.generator, sampling, parts.groups, step=step, folder=folder, kind=kind
+            )
+        return metrics
 
 
 def _tracker(parts: RLParts, start: int) -> Tracker:

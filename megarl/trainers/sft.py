@@ -26,6 +26,7 @@ from megarl.parallel.groups import Groups
 from megarl.trainers.finish import export_final
 from megarl.trainers.minibatch import MiniBatch, Row, make_mini_batch
 from megarl.trainers.setup import load_model, make_trainable
+from megarl.trainers.state import is_due, resume, save
 
 COLUMNS = ("mask",)
 """1 at positions whose next token is learned."""
@@ -49,6 +50,12 @@ class SFTParts:
     timers: Timers
     metrics: MetricSums
     total_steps: int
+    optimizer_steps: int = 0
+
+    @property
+    def trainable(self) -> TrainableModel:
+        """What checkpoints cover."""
+        return self.model
 
 
 class SFTTrainer:
@@ -68,6 +75,7 @@ class SFTTrainer:
             mini_batch = self.pack(examples)
             parts.schedule.step(1)
             result = parts.model.step(mini_batch.batches, self.loss(tokens))
+            parts.optimizer_steps += 1
         self._record("train/loss", result.outputs)
         if self._counts_tokens and self.groups.is_first_stage:
             padding = mini_batch.padded_tokens - mini_batch.real_tokens
@@ -145,12 +153,16 @@ def run_sft(config: RunConfig, groups: Groups) -> None:
     settings = config.trainer
     peak = config.observe.peak_tflops or measure_peak_tflops(parts.model.model.dtype)
     flops = ModelFlops(shape=parts.shape)
-    with Tracker(settings.logger, settings.default_local_dir, groups.rank == 0, parts.total_steps, "SFT") as tracker:
+    start = resume(parts)
+    is_main = groups.rank == 0
+    with Tracker(
+        settings.logger, settings.default_local_dir, is_main, parts.total_steps, "SFT", resume_step=start or None
+    ) as tracker:
         tracker.text(f"layout: {groups.layout.describe()}")
         tracker.text(parts.train_data.description())
-        if settings.val_before_train:
+        if settings.val_before_train and not start:
             tracker.log(0, trainer.evaluate())
-        for step in range(1, parts.total_steps + 1):
+        for step in range(start + 1, parts.total_steps + 1):
             rows = parts.sampler.next_batch()
             metrics = trainer.train_step(rows)
             times = parts.timers.flush()
@@ -162,8 +174,12 @@ def run_sft(config: RunConfig, groups: Groups) -> None:
                 world_size=groups.layout.world_size,
                 peak_tflops=peak,
             )
-            if settings.test_freq > 0 and (step % settings.test_freq == 0 or step == parts.total_steps):
+            is_last = step == parts.total_steps
+            if is_due(step, settings.test_freq, is_last):
                 metrics |= trainer.evaluate()
+            if is_due(step, settings.save_freq, is_last):
+                with parts.timers("save_checkpoint"):
+                    save(parts, step)
             tracker.log(step, {**metrics, **times, **parts.timers.flush(), "training/epoch": parts.sampler.epoch})
         if config.checkpoint.export_hf:
             tracker.text(f"exported to {export_final(parts.model.model, config)}")

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from megarl import platform
 from megarl.models.build import MegatronModel, Role
-from megarl.weights.pieces import Box, Piece, Shard, box_index, model_shards, pieces_by_tensor, uncovered
+from megarl.weights.boxes import Box, box_index
+from megarl.weights.pieces import Piece, Shard, model_shards, pieces_by_tensor, uncovered
 from megarl.weights.safetensors_io import SafetensorsWriter, TensorInfo
 from megarl.weights.together import SharedOutcome
 

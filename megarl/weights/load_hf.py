@@ -12,7 +12,8 @@ import torch.distributed as dist
 from megarl import platform
 from megarl.config.errors import ConfigError
 from megarl.models.build import MegatronModel, Role
-from megarl.weights.pieces import Piece, Shard, box_index, model_shards
+from megarl.weights.boxes import box_index
+from megarl.weights.pieces import Piece, Shard, model_shards
 from megarl.weights.safetensors_io import SafetensorsReader
 from megarl.weights.together import file_problem, raise_together
 

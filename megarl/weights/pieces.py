@@ -21,9 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from megarl.models.build import MegatronModel, Role
-
-Box = tuple[tuple[int, int], ...]
-"""A start and a stop for each dimension."""
+from megarl.weights.boxes import Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +65,6 @@ class Cut:
     size: int
     dim: int | None
     """The dimension that is cut; None: every rank has it whole."""
-
-
-def box_index(box: Box) -> tuple[slice, ...]:
-    """The box as an index."""
-    return tuple(slice(start, stop) for start, stop in box)
 
 
 def model_shards(model: MegatronModel) -> list[Shard]:

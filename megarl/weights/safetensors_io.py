@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megarl.config.errors import ConfigError
-from megarl.weights.pieces import Box, box_index
+from megarl.weights.boxes import Box, box_index
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -20,8 +20,12 @@ def raise_together(problem: str | None) -> None:
     dist.all_gather_object(problems, problem)
     for rank, text in enumerate(problems):
         if text is not None:
-            where = f" (found by rank {rank})" if len(problems) > 1 else ""
-            raise ConfigError(text + where)
+            raise ConfigError(text + found_by(rank))
+
+
+def found_by(rank: int) -> str:
+    """What a sentence ends with where there are several ranks."""
+    return f" (found by rank {rank})" if dist.get_world_size() > 1 else ""
 
 
 class SharedOutcome:

@@ -126,6 +126,23 @@ def test_sums_are_right_and_training_and_held_out_questions_differ(tmp_path):
         assert row["reward_model"] == {"style": "exact_match", "ground_truth": str(eval(question.rstrip("= ")))}
 
 
+def test_digits_to_sort_and_their_demonstrations_have_the_same_questions(tmp_path):
+    train, test = tmp_path / "train.parquet", tmp_path / "test.parquet"
+    files = ["--digits", 4, "--size", 1000, "--held-out-size", 100, "--seed", 5, "--out", train, "--held-out", test]
+    rows = rows_of("sorting", *files, out=train)
+    held_out = pq.read_table(test).to_pylist()
+    truths = {row["prompt"][0]["content"]: row["reward_model"]["ground_truth"] for row in rows}
+    assert all(truth == "".join(sorted(question)) for question, truth in truths.items())
+    assert len(truths) == 1000 and truths.keys().isdisjoint(row["prompt"][0]["content"] for row in held_out)
+
+    demonstrations = rows_of("sorting", *files, "--demonstrations", "--wrong-share", 0.7, out=train)
+    answers = {row["messages"][0]["content"]: row["messages"][1]["content"] for row in demonstrations}
+    assert list(answers) == list(truths)
+    right = {question for question in answers if answers[question] == truths[question]}
+    assert all(answers[question] == truths[question][::-1] for question in answers if question not in right)
+    assert len(right) / 1000 == pytest.approx(0.3, abs=0.06)  # four standard deviations
+
+
 def test_the_same_seed_writes_the_same_file_over_an_old_one(tmp_path):
     contents = []
     for seed in (1, 1, 2):
@@ -147,6 +164,8 @@ def test_options_that_make_no_sense_are_refused(tmp_path):
     assert "--size is 0" in refused("arithmetic", "--size", 0, *out)
     assert "at least 2 terms" in refused("arithmetic", "--size", 1, "--operators", "*", *out)
     assert "belong together" in refused("arithmetic", "--size", 1, "--held-out-size", 1, *out)
+    assert "at least 2 digits" in refused("sorting", "--size", 1, "--digits", 1, *out)
+    assert "from 0 to 1" in refused("sorting", "--size", 1, "--wrong-share", 1.5, *out)
     both = [*out, "--held-out", tmp_path / "a.parquet", "--held-out-size", 1]
     assert "name two files" in refused("arithmetic", "--size", 1, *both)
 

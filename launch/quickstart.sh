@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# The main job on a fresh machine: a real model learns a task by GRPO, from nothing but a clone.
+#   bash launch/quickstart.sh [--output DIR] [--seed N] [--ranks N] [--tiny]
+# Makes or reuses .venv (shared with tests/run.sh), then hands over to launch/quickstart.py, which says what it does.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+MEGARL_EXTRAS=dev,tasks
+. launch/setup.sh
+exec python launch/quickstart.py "$@"

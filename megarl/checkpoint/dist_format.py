@@ -1,0 +1,187 @@
+"""A model's weights in Megatron-Core's dist_checkpoint format (`torch_dist`), written and read without extra processes.
+
+Megatron-Core's own save strategy starts a manager process, which imports the entry script again, and forks writers off
+a process that has gloo and OpenMP threads, where it has hung. The same format comes from torch's own writer in this
+process: the strategy below translates with Megatron-Core's functions and leaves the files to torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from megarl import platform
+from megarl.config.errors import ConfigError
+from megarl.models.build import MegatronModel
+from megarl.weights.together import found_by, raise_together
+
+_LARGEST_LIST = 3
+"""How many tensor names an error lists."""
+
+
+def write_tensors(model: MegatronModel, folder: Path, progress: Callable[[int], None] | None = None) -> None:
+    """Writes all parameters into `folder`, an existing empty folder. Collective over the world.
+
+    Args:
+        progress: is told the bytes that this rank wrote since the last call.
+
+    Raises:
+        ConfigError: on every rank; a rank cannot write.
+    """
+    strategy = InProcessSave(progress)
+    try:
+        dist_checkpointing.save(_sharded_tensors(model), str(folder), sharded_strategy=strategy)
+    except CheckpointException as error:
+        rank, (failure, _) = next(iter(error.failures.items()))
+        if not isinstance(failure, OSError):
+            raise
+        raise ConfigError(f"cannot write {folder}: {failure.strerror}{found_by(rank)}") from None
+
+
+def read_tensors(model: MegatronModel, folder: Path) -> None:
+    """Fills all parameters from `folder`, cast to their dtype. Collective over the world.
+
+    Whatever layout wrote it: each rank reads the stored pieces that overlap its own, one at a time. Vocabulary rows
+    beyond what is stored are set to zero.
+
+    Raises:
+        ConfigError: on every rank; the folder is damaged, or holds another model.
+    """
+    sharded = _sharded_tensors(model)
+    _check_same_model(list(nested_values(sharded)), folder)
+    try:
+        # Reads into the parameters themselves, so the returned dictionary is not needed.
+        dist_checkpointing.load(sharded, str(folder), validate_access_integrity=False)
+    except CheckpointException as error:
+        rank, (failure, _) = next(iter(error.failures.items()))
+        raise ConfigError(_damaged(folder, failure) + found_by(rank)) from None
+
+
+def _sharded_tensors(model: MegatronModel) -> dict[str, Any]:
+    """This rank's parameters and what part of which stored tensor each is."""
+    state = {
+        f"chunk{index}": chunk.sharded_state_dict(metadata={"dp_cp_group": model.groups.dp_cp})
+        for index, chunk in enumerate(model.chunks)
+    }
+    # Gated units are stored as two tensors. Split here they are views, which loading fills in place; left to
+    # `dist_checkpointing.load` they would be joined again in memory of their own, for the whole model.
+    apply_factories(state)
+    # What is left out is Transformer Engine's `_extra_state`, which the torch backend neither has nor needs.
+    tensors, _ = extract_matching_values(state, lambda value: isinstance(value, ShardedTensor))
+    return tensors
+
+
+class InProcessSave(SaveShardedStrategy):
+    """Writes the `torch_dist` format with torch's `FileSystemWriter`, one file a rank, synced to the disk."""
+
+    def __init__(self, progress: Callable[[int], None] | None) -> None:
+        super().__init__("torch_dist", 1)
+        self._progress = progress
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+        writer = torch_checkpoint.FileSystemWriter(checkpoint_dir)
+        writer.fs = _FileSystem()
+        planner = _SavePlanner(self._progress)
+        torch_checkpoint.save(mcore_to_pyt_state_dict(by_key), storage_writer=writer, planner=planner)
+
+
+class _SavePlanner(MCoreSavePlanner):
+    """Reports progress as the writer asks for one tensor after another."""
+
+    def __init__(self, progress: Callable[[int], None] | None) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._report = progress
+
+    def resolve_data(self, write_item: Any) -> Any:
+        data = super().resolve_data(write_item)
+        if self._report is not None and isinstance(data, torch.Tensor):
+            self._report(data.nbytes)
+        return data
+
+
+class _FileSystem(FileSystem):
+    """torch.save turns a full disk into an error about positions in a file; this gives back the operating system's."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[IO[bytes], None, None]:
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+def _check_same_model(wanted: list[ShardedTensor], folder: Path) -> None:
+    """Compares names and shapes of what is stored with the model's. Collective over the world."""
+    problem, stored = None, {}
+    try:
+        found = dist_checkpointing.load_tensors_metadata(str(folder))
+        stored = {key: tuple(tensor.global_shape) for key, tensor in found.items()}
+        problem = next(_differences(wanted, stored, folder), None)
+    except (OSError, EOFError, pickle.UnpicklingError, CheckpointingException) as error:
+        problem = _damaged(folder, error)
+    raise_together(problem)
+    raise_together(_left_over(wanted, stored, folder))
+
+
+def _differences(wanted: list[ShardedTensor], stored: dict[str, tuple[int, ...]], folder: Path) -> Iterator[str]:
+    missing = sorted({tensor.key for tensor in wanted} - stored.keys())
+    if missing:
+        yield f"{folder} lacks {_listed(missing)}, which the model has; it is a checkpoint of another model"
+    for tensor in wanted:
+        shape, here = tuple(tensor.global_shape), stored.get(tensor.key)
+        # The rows of a padded vocabulary may differ.
+        first = 1 if tensor.allow_shape_mismatch else 0
+        if here is not None and (len(here) != len(shape) or here[first:] != shape[first:]):
+            yield (
+                f"{folder} holds {tensor.key} of shape {list(here)}, but the model's has {list(shape)}; it is a "
+                "checkpoint of another model"
+            )
+
+
+def _left_over(wanted: list[ShardedTensor], stored: dict[str, tuple[int, ...]], folder: Path) -> str | None:
+    """What is stored and no rank asks for. Collective over the world."""
+    keys = sorted(stored)
+    asked = {tensor.key for tensor in wanted}
+    flags = torch.tensor([key in asked for key in keys], dtype=torch.uint8, device=platform.current().device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    left = [key for key, flag in zip(keys, flags.tolist(), strict=True) if not flag]
+    if not left:
+        return None
+    return f"{folder} holds {_listed(left)}, which the model lacks; it is a checkpoint of another model"
+
+
+def _damaged(folder: Path, error: BaseException) -> str:
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    return f"{folder} is incomplete or damaged ({reason}); copy or convert the checkpoint again"
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _LARGEST_LIST
+    return ", ".join(names[:_LARGEST_LIST]) + (f" and {more} more tensors" if more > 0 else "")

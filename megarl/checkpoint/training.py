@@ -1,0 +1,114 @@
+"""Checkpoints of a run: everything that is needed to go on, in any layout.
+
+<run>/checkpoints/step-000010/
+  megarl.json, hf/, weights/   the model, as `weights` writes it: the conversion tools read a run's checkpoint too
+  optimizer/                   float32 weights and moments (`optimizer_state`)
+  state.json                   step, sampler, learning-rate schedule, weight version
+  rng/rank-00003.pt            generators of each rank, restored where the world has as many ranks
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from megarl.checkpoint.optimizer_state import read_optimizer, write_optimizer
+from megarl.checkpoint.publish import publish
+from megarl.checkpoint.weights import load_weights, write_weights
+from megarl.models.train import TrainableModel
+from megarl.weights.together import SharedOutcome, raise_together
+
+STATE_NAME, OPTIMIZER_FOLDER, RNG_FOLDER = "state.json", "optimizer", "rng"
+_STEP_NAME = re.compile(r"step-(\d{6,})")
+
+
+def checkpoint_folder(run: str | Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return Path(run, "checkpoints", f"step-{step:06d}")
+
+
+def newest_checkpoint(run: str | Path) -> Path | None:
+    """The checkpoint of the latest step, if there is one. Unfinished ones have other names."""
+    found = {
+        int(match[1]): path
+        for path in Path(run, "checkpoints").glob("step-*")
+        if (match := _STEP_NAME.fullmatch(path.name))
+    }
+    return found[max(found)] if found else None
+
+
+def save_training(trainable: TrainableModel, folder: Path, source_hf: str | Path, state: dict[str, Any]) -> None:
+    """Writes a checkpoint, which appears under its name when it is complete. Collective over the world.
+
+    Args:
+        folder: of `checkpoint_folder`; must not exist.
+        state: JSON; the same on every rank.
+
+    Raises:
+        ConfigError: on every rank; it cannot be written.
+    """
+    with publish(folder) as temporary:
+        write_weights(trainable.model, temporary, source_hf)
+        outcome = SharedOutcome()
+        with outcome.attempt(temporary):
+            if dist.get_rank() == 0:
+                (temporary / OPTIMIZER_FOLDER).mkdir()
+                (temporary / RNG_FOLDER).mkdir()
+                (temporary / STATE_NAME).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        outcome.check()
+        write_optimizer(trainable, temporary / OPTIMIZER_FOLDER)
+        with outcome.attempt(temporary):
+            torch.save(_generators(), _rng_file(temporary))
+        outcome.check()
+
+
+def load_training(trainable: TrainableModel, folder: Path) -> dict[str, Any]:
+    """Restores a checkpoint into a model of any layout; returns its `state`. Collective over the world.
+
+    Generators are restored where the world has as many ranks as the one that saved; elsewhere they stay as seeded.
+
+    Raises:
+        ConfigError: on every rank; not a training checkpoint, a damaged one, or one of another model.
+    """
+    state, problem = {}, None
+    try:
+        state = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        problem = f"{folder} is not a checkpoint of a run: its {STATE_NAME} cannot be read ({error})."
+    raise_together(problem)
+    load_weights(trainable.model, folder)
+    read_optimizer(trainable, folder / OPTIMIZER_FOLDER)
+    if len(list((folder / RNG_FOLDER).glob("rank-*.pt"))) == dist.get_world_size():
+        _restore_generators(torch.load(_rng_file(folder), weights_only=False))
+    return state
+
+
+def _rng_file(folder: Path) -> Path:
+    return folder / RNG_FOLDER / f"rank-{dist.get_rank():05d}.pt"
+
+
+def _generators() -> dict[str, Any]:
+    """Every generator of this process. Megatron-Core's tracker holds those of tensor parallelism."""
+    return {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _restore_generators(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    numpy.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    torch.cuda.set_rng_state(states["cuda"])
+    get_cuda_rng_tracker().set_states(states["tracker"])

@@ -1,0 +1,70 @@
+"""What a loop saves beside its model, and how it resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl.checkpoint.training import checkpoint_folder, load_training, newest_checkpoint, save_training
+from megarl.config import RunConfig
+from megarl.data.sampler import PromptSampler
+from megarl.models.train import TrainableModel
+
+
+class Resumable(Protocol):
+    """The parts of a loop that a checkpoint covers."""
+
+    config: RunConfig
+    sampler: PromptSampler
+    schedule: Any
+    optimizer_steps: int
+
+    @property
+    def trainable(self) -> TrainableModel: ...
+
+
+def save(parts: Resumable, step: int) -> Path:
+    """Writes the checkpoint after `step`. Collective over the world."""
+    folder = checkpoint_folder(parts.config.trainer.default_local_dir, step)
+    state = {
+        "kind": parts.config.trainer.kind,
+        "step": step,
+        "optimizer_steps": parts.optimizer_steps,
+        "sampler": parts.sampler.state_dict(),
+        "schedule": parts.schedule.state_dict(),
+    }
+    save_training(parts.trainable, folder, parts.config.model.path, state)
+    return folder
+
+
+def resume(parts: Resumable) -> int:
+    """Restores the checkpoint that `trainer.resume_mode` names, if any; returns the steps it has behind it.
+
+    Collective over the world.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, or not one of this run.
+    """
+    folder = _checkpoint_to_resume(parts.config)
+    if folder is None:
+        return 0
+    state = load_training(parts.trainable, folder)
+    parts.sampler.load_state_dict(state["sampler"])
+    parts.schedule.load_state_dict(state["schedule"])
+    parts.optimizer_steps = state["optimizer_steps"]
+    return int(state["step"])
+
+
+def is_due(step: int, frequency: int, is_last: bool) -> bool:
+    """Whether something that happens every `frequency` steps, and after the last, happens now; −1 is never."""
+    return frequency > 0 and (is_last or step % frequency == 0)
+
+
+def _checkpoint_to_resume(config: RunConfig) -> Path | None:
+    trainer = config.trainer
+    if trainer.resume_mode == "disable":
+        return None
+    if trainer.resume_mode == "path":
+        assert trainer.resume_from_path is not None  # validation has looked
+        return Path(trainer.resume_from_path)
+    return newest_checkpoint(trainer.default_local_dir)

@@ -1,0 +1,35 @@
+"""Program: runs one config in several layouts of this world, each into its own folder.
+
+Usage: torchrun … train_in_layouts.py CONFIG OUTPUT_FOLDER LAYOUTS_JSON   ({name: [key=value, …]})
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+from megarl import platform
+from megarl.config import load_config, validate
+from megarl.parallel.groups import build_groups
+from megarl.trainers.run import LOOPS
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(float(os.environ.get("MEGARL_TEST_TIMEOUT_S", "200")), exit=True)
+    logging.disable(logging.WARNING)
+    config_path, output = sys.argv[1], Path(sys.argv[2])
+    _, world_size = platform.init_distributed(120)
+    for name, overrides in json.loads(sys.argv[3]).items():
+        config = load_config(config_path, [*overrides, f"trainer.default_local_dir={output / name}"])
+        assert validate(config, world_size) == []
+        groups = build_groups(config.parallel.layout(world_size), seed=config.trainer.seed)
+        LOOPS[config.trainer.kind](config, groups)
+    platform.shutdown_distributed()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Megatron checkpoint → Hugging Face folder, in the checkpoint's dtype.
+
+    python tools/convert/megatron_to_hf.py --checkpoint checkpoint --out SmolLM2-135M-rl --verify
+    torchrun --nproc-per-node 4 tools/convert/megatron_to_hf.py --checkpoint checkpoint --out Qwen3-8B-rl --tp 2 --pp 2
+
+The layout is that of the ranks that convert, whatever layout saved the checkpoint. Rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common import COLLECTIVE_TIMEOUT_S, EXIT_NOT_VERIFIED, Parser, add_layout_arguments, layout_of, progress, run, say
+
+from megarl.checkpoint.manifest import HF_FOLDER, read_manifest
+from megarl.checkpoint.target import check_target
+
+if TYPE_CHECKING:
+    import torch
+
+    from megarl.models.build import MegatronModel
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    # Before Megatron-Core and transformers are imported, so that a mistake is answered at once.
+    manifest = read_manifest(arguments.checkpoint)
+    hf_files = arguments.checkpoint / HF_FOLDER
+    layout = layout_of(arguments, hf_files)
+    check_target(arguments.out)
+
+    from megarl import platform
+    from megarl.checkpoint.publish import publish
+    from megarl.checkpoint.weights import build_to_fill, load_weights
+    from megarl.models.bridge import read_hf_config
+    from megarl.models.build import Role
+    from megarl.parallel.groups import build_groups
+    from megarl.weights.export_hf import save_hf
+
+    platform.init_distributed(COLLECTIVE_TIMEOUT_S)
+    groups = build_groups(layout, timeout_s=COLLECTIVE_TIMEOUT_S)
+    dtype = platform.parse_dtype(manifest.dtype)
+    hf_config = read_hf_config(hf_files)
+
+    def load(dtype: torch.dtype) -> MegatronModel:
+        model = build_to_fill(hf_config, groups, role=Role(manifest.role), dtype=dtype)
+        load_weights(model, arguments.checkpoint)
+        return model
+
+    say(f"{arguments.checkpoint} → {arguments.out}: {hf_config.model_type}, {dtype}, {layout.describe()}")
+    model = load(dtype)
+    hashes = {}
+
+    def note(name: str, tensor: torch.Tensor) -> None:
+        hashes[name] = hash_tensor(tensor)
+
+    if arguments.verify:
+        from logits import compare_logits
+        from verification import compare_with_result, conclude, hash_tensor, original_hashes
+    total_bytes = manifest.num_parameters * dtype.itemsize
+    with publish(arguments.out) as folder, progress("writing", total_bytes) as report:
+        on_tensor = note if arguments.verify else None
+        save_hf(model, folder, source_folder=hf_files, progress=report, on_tensor=on_tensor)
+    del model  # the check below needs the memory
+    if not arguments.verify:
+        return 0
+    tensors = compare_with_result(hashes, arguments.out, original_hashes(arguments.checkpoint))
+    logits = compare_logits(load, arguments.out, dtype)
+    ok = conclude(tensors, logits, source=arguments.checkpoint, result=arguments.out)
+    return 0 if ok else EXIT_NOT_VERIFIED
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = Parser(prog="megatron_to_hf.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="what hf_to_megatron.py wrote")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to make; must not exist")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="prove the result: compare every written tensor bit for bit and the logits with transformers; writes "
+        "verify.json into the folder",
+    )
+    add_layout_arguments(parser)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)
