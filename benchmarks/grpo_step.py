@@ -34,10 +34,10 @@ from megarl.trainers.rl_parts import build_rl_parts
 PROMPTS, SAMPLES = 8, 8
 LR = 1e-6
 
-REWARD = '''
+REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(map(ord, solution_str)) % 17 / 16.0
-'''
+"""
 
 
 def random_model(folder: Path) -> Path:
@@ -189,9 +189,7 @@ def main() -> None:
         model = arguments.hf or random_model(folder / "model")
         mine = MegarlSteps(model, folder, questions, arguments.dtype, arguments.tokens)
         try:
-            seconds = run_trl(
-                model, folder, questions, arguments.dtype, arguments.tokens, arguments.rounds, mine
-            )
+            seconds = run_trl(model, folder, questions, arguments.dtype, arguments.tokens, arguments.rounds, mine)
         finally:
             mine.parts.close()
     generated = PROMPTS * SAMPLES * arguments.tokens

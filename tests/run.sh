@@ -7,5 +7,6 @@ cd "$(dirname "$0")/.."
 MEGARL_EXTRAS=dev
 MEGARL_OPTIONAL_EXTRAS=tasks
 . launch/setup.sh
-export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONFAULTHANDLER=1
+# One thread a process: the models are tiny, and threads that share a core wait for one another at every operation.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONFAULTHANDLER=1
 exec python -m pytest "$@"

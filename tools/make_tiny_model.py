@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from megarl.config.errors import ConfigError
@@ -112,8 +113,8 @@ def save(model: transformers.PreTrainedModel, tokenizer: transformers.PreTrained
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
         part.rename(folder)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written ({error.strerror or error}); choose another place.") from None
+    except (OSError, SafetensorError) as error:  # the second is what the library makes of a full disk
+        raise ConfigError(f"{folder} cannot be written ({error}); choose another place.") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

@@ -8,10 +8,11 @@ process: the strategy below translates with Megatron-Core's functions and leaves
 from __future__ import annotations
 
 import contextlib
+import io
 import pickle
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -127,7 +128,7 @@ class _FileSystem(FileSystem):
     """torch.save turns a full disk into an error about positions in a file; this gives back the operating system's."""
 
     @contextlib.contextmanager
-    def create_stream(self, path: Any, mode: str) -> Generator[IO[bytes], None, None]:
+    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
         try:
             with super().create_stream(path, mode) as stream:
                 yield stream

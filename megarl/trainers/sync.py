@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
-
 from megarl.models.build import MegatronModel
 from megarl.rollout.engine import Engine
-from megarl.weights.checksum import checksum
+from megarl.weights.checksum import mismatches, with_checksums
 from megarl.weights.export_hf import ExportPlan, export_hf
 
 
@@ -26,24 +22,15 @@ def sync_weights(model: MegatronModel, plan: ExportPlan, engine: Engine, version
         RuntimeError: a tensor arrived changed; the message names it.
     """
     sent: dict[str, int] = {}
-    received = 0
-
-    def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal received
-        for name, tensor in export_hf(model, plan):
-            wanted = tensor.to(engine.weight_dtype(name))
-            received += wanted.nbytes
-            if check:
-                sent[name] = checksum(wanted)
-            yield name, wanted
-
+    stream = export_hf(model, plan)
+    if check:
+        stream = with_checksums(stream, sent, engine.weight_dtype)
     engine.begin_weight_update(version)
-    engine.receive_weights(stream())
-    held = engine.end_weight_update(checksums=check)
-    different = [name for name in sent if held.get(name) != sent[name]]
+    engine.receive_weights(stream)
+    different = mismatches(sent, engine.end_weight_update(checksums=check))
     if different:
         raise RuntimeError(
             f"weight sync {version}: {len(different)} of {len(sent)} tensors arrived changed, the first is "
             f"{different[0]}; the engine would generate with wrong weights, so the run stops"
         )
-    return received
+    return sum(info.num_bytes for info in plan.tensors.values())

@@ -83,19 +83,23 @@ def export_hf(
         to_rank: the only rank that gets tensors; the others get nothing and only give. None: every rank gets all.
 
     Yields:
-        A tensor that is overwritten or freed when the next one is asked for: copy it to keep it. At any time a rank
+        A tensor that is overwritten when the next one is asked for: copy it to keep it. At any time a rank
         holds one whole tensor besides its shard.
     """
     plan = plan or plan_export(model)
     rank = dist.get_rank()
-    for name in plan.tensors if names is None else names:
+    names = list(plan.tensors if names is None else names)
+    # One piece of memory for all tensors: new pages for each would cost as much as filling them.
+    receives = to_rank is None or rank == to_rank
+    largest = max((plan.tensors[name].num_bytes for name in names), default=0) if receives else 0
+    scratch = torch.empty(largest, dtype=torch.uint8, device=platform.current().device)
+    for name in names:
         info = plan.tensors[name]
-        receives = to_rank is None or rank == to_rank
         sources = plan.sources[name]
         pieces = {piece.hf_box: (shard, piece) for shard, piece in plan.mine.get(name, ())}
         whole = _whole_parameter(info, sources, pieces, rank) if receives and dist.get_world_size() == 1 else None
         if whole is None and receives:
-            whole = torch.empty(info.shape, dtype=info.dtype, device=platform.current().device)
+            whole = scratch[: info.num_bytes].view(info.dtype).view(info.shape)
         for source in sources:
             _move(source, pieces, whole, rank, to_rank)
         if receives:

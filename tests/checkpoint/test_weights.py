@@ -39,7 +39,7 @@ def single(models, tmp_path_factory):
 def four(models, single, tmp_path_factory):
     """What four ranks found, and where they saved."""
     folder = tmp_path_factory.mktemp("four")
-    results = run_ranks(ranks.save_and_load_in_four, 4, models, single, folder, MODELS, folder / "full", timeout=150)
+    results = run_ranks(ranks.save_and_load_in_four, 4, models, single, folder, MODELS, folder / "full", timeout=200)
     return folder, results
 
 

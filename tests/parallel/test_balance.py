@@ -201,7 +201,13 @@ DENSE = ModelShape(
     num_dense_layers=3, vocab_size=32, max_positions=10_000, tied=False,
 )  # fmt: skip
 MIXTURE = dataclasses.replace(
-    DENSE, model_type="deepseek_v3", num_dense_layers=1, num_experts=6, experts_per_token=2, moe_ffn_size=4, shared_ffn_size=7
+    DENSE,
+    model_type="deepseek_v3",
+    num_dense_layers=1,
+    num_experts=6,
+    experts_per_token=2,
+    moe_ffn_size=4,
+    shared_ffn_size=7,
 )
 
 
@@ -224,7 +230,6 @@ def test_flops_of_a_mixture_count_the_experts_a_token_passes_through() -> None:
     router, shared = [(8, 6)], [(8, 7), (8, 7), (7, 8)]
     mixture = router + shared + [(8, 4), (8, 4), (4, 8)] * 2
     assert sequence_flops(7, MIXTURE) == _flops_by_matrix(7, [dense, mixture, mixture])
-
 
 
 def test_balancing_flops_is_not_balancing_tokens() -> None:
