@@ -336,8 +336,8 @@ def _row(record: dict[str, Any]) -> str:
     megabytes = lambda key: record[key] / 1e6
     return (
         f"{record['model']:13} {record['way']:23} {record['seconds']:6.2f} {record['megabytes_per_second']:6.0f} "
-        f"{record['time_beside_copy']:6.2f} {record['cpu_seconds']:5.2f}  {megabytes('peak_anonymous'):8.0f} {megabytes('peak_resident'):7.0f} "
-        f"{megabytes('shard'):8.0f} {record['excess_in_largest_tensors']:24.2f}"
+        f"{record['time_beside_copy']:6.2f} {record['cpu_seconds']:5.2f}  {megabytes('peak_anonymous'):8.0f} "
+        f"{megabytes('peak_resident'):7.0f} {megabytes('shard'):8.0f} {record['excess_in_largest_tensors']:24.2f}"
     )
 
 

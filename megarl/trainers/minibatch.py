@@ -77,6 +77,8 @@ def make_mini_batch(
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=groups.dp)
     if int(count) > len(parts):
         parts = pack(lengths, limit, multiple_of=multiple, at_least=int(count)) if rows else [[]] * int(count)
+    # Sequences of one length side by side are one call in attention.
+    parts = [sorted(part, key=lengths.__getitem__) for part in parts]
     sizes = [padded_length(sum(lengths[i] for i in part), pack_multiple(layout)) for part in parts]
     # A pack of padding alone still has to be a pack.
     sizes = [max(size, pack_multiple(layout)) for size in sizes]

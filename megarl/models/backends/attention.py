@@ -20,8 +20,9 @@ from megarl.parallel.context import zigzag_positions
 class PackedAttention(MegatronModule):
     """Causal attention within each sequence of a pack, by `torch.nn.functional.scaled_dot_product_attention`.
 
-    Megatron's own DotProductAttention refuses packing, context parallelism and MLA's unequal head sizes. One call
-    per sequence: a mask over the whole pack costs its square in memory, and time (7× at 8 × 256 tokens on a CPU).
+    Megatron's own DotProductAttention refuses packing, context parallelism and MLA's unequal head sizes. Sequences are
+    taken one by one, or several of one length: a mask over the whole pack costs its square in memory, and time (7× at
+    8 × 256 tokens on a CPU).
 
     With context parallelism each rank holds chunks r and 2·cp−1−r of every sequence (`zigzag_positions`); keys and
     values are gathered over the group, and their gradients reduce-scattered.
@@ -73,21 +74,31 @@ class PackedAttention(MegatronModule):
         bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
         lengths = [stop - start for start, stop in itertools.pairwise(bounds) if stop > start]
         if self.cp_group.size() == 1:
-            parts = [
-                self._attend(q, k, v, is_causal=True)
-                for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-            ]
+            parts = self._runs(query, key, value, lengths)
         else:
             parts = self._context_parallel(query, key, value, bounds)
         return torch.cat(parts).flatten(1)
 
+    def _runs(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]
+    ) -> list[torch.Tensor]:
+        """Neighbours of one length in one call: of short sequences, calls cost more than what they compute."""
+        runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
+        tokens = [length * count for length, count in runs]
+        return [
+            self._attend(*(x.unflatten(0, (count, length)) for x in qkv), is_causal=True).flatten(0, 1)
+            for (length, count), *qkv in zip(
+                runs, query.split(tokens), key.split(tokens), value.split(tokens), strict=True
+            )
+        ]
+
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **mask: Any) -> torch.Tensor:
-        """[tokens, heads, size] each; all heads of one sequence."""
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        """[sequences, tokens, heads, size] each; all heads of sequences of one length."""
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         out = F.scaled_dot_product_attention(
             q, k, v, scale=self.softmax_scale, enable_gqa=q.size(1) != k.size(1), **mask
         )
-        return out.squeeze(0).transpose(0, 1)
+        return out.transpose(1, 2)
 
     def _context_parallel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: tuple[int, ...]
@@ -102,8 +113,13 @@ class PackedAttention(MegatronModule):
                 seen = (index + 1) * chunk
                 # The chunk is the last `chunk` of the `seen` keys, so the causal diagonal starts seen − chunk in.
                 mask = torch.ones(chunk, seen, dtype=torch.bool, device=query.device).tril(seen - chunk)
-                keys, values = key[start : start + seen], value[start : start + seen]
-                parts.append(self._attend(query[taken : taken + chunk], keys, values, attn_mask=mask))
+                queries, keys, values = (
+                    query[taken : taken + chunk],
+                    key[start : start + seen],
+                    value[start : start + seen],
+                )
+                out = self._attend(*(x.unsqueeze(0) for x in (queries, keys, values)), attn_mask=mask)
+                parts.append(out.squeeze(0))
                 taken += chunk
         return parts
 
