@@ -4,6 +4,5 @@
 # Makes or reuses .venv (shared with tests/run.sh), then hands over to launch/quickstart.py, which says what it does.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-MEGARL_EXTRAS=dev,tasks
 . launch/setup.sh
 exec python launch/quickstart.py "$@"

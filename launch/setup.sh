@@ -1,7 +1,7 @@
 # Sourced, not run: makes or reuses .venv with what megarl needs, and activates it. Used by tests/run.sh and launch/*.sh.
 #
-#   MEGARL_EXTRAS   extras of pyproject.toml to install, comma separated (default: none)
-#   MEGARL_OPTIONAL_EXTRAS   extras to install if possible; where one cannot be, a warning says so
+#   MEGARL_EXTRAS   extras of pyproject.toml to install (default: dev). The extra `tasks` is installed too, if possible:
+#                   one of its packages needs a C compiler, and where there is none a warning says so.
 #   MEGARL_PYTHON   the Python to make the environment with (default: the first of python3.11, python3.12, python3)
 #   MEGARL_TORCH    the torch to install before anything asks for it (default: torch==2.13.0, the tested build)
 #
@@ -23,10 +23,10 @@ megarl_find_python() {
 }
 
 megarl_setup() {
-    local venv="$megarl_root/.venv" extras="${MEGARL_EXTRAS:-}" stamp python extra
+    local venv="$megarl_root/.venv" extras="${MEGARL_EXTRAS:-dev}" stamp python
     stamp="$venv/.megarl-installed"
     local wanted
-    wanted="$(cksum <"$megarl_root/pyproject.toml") ${MEGARL_TORCH:-torch==2.13.0} [$extras] [${MEGARL_OPTIONAL_EXTRAS:-}]"
+    wanted="$(cksum <"$megarl_root/pyproject.toml") ${MEGARL_TORCH:-torch==2.13.0} [$extras]"
     if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
         return 0
     fi
@@ -38,18 +38,16 @@ megarl_setup() {
             return 1
         }
     fi
-    echo "installing megarl${extras:+[$extras]} into $venv" >&2
+    echo "installing megarl[$extras] into $venv (about 2 GB, some minutes)" >&2
     # torch first and by exact version: any looser request may take another build, several GB larger.
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${MEGARL_TORCH:-torch==2.13.0}" &&
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable \
-            "$megarl_root${extras:+[$extras]}" || {
+            "$megarl_root[$extras]" || {
         echo "installation failed (see above); nothing else was changed, so run this again" >&2
         return 1
     }
-    for extra in ${MEGARL_OPTIONAL_EXTRAS:-}; do
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$megarl_root[$extra]" ||
-            echo "warning: extra '$extra' could not be installed (see above); what needs it will say so" >&2
-    done
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$megarl_root[tasks]" ||
+        echo "warning: the extra 'tasks' could not be installed (see above); what needs it will say so" >&2
     echo "$wanted" >"$stamp"
 }
 

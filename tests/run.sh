@@ -4,8 +4,6 @@
 #   bash tests/run.sh tests/config -x       some of them
 set -euo pipefail
 cd "$(dirname "$0")/.."
-MEGARL_EXTRAS=dev
-MEGARL_OPTIONAL_EXTRAS=tasks
 . launch/setup.sh
 # One thread a process: the models are tiny, and threads that share a core wait for one another at every operation.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONFAULTHANDLER=1
