@@ -2,13 +2,14 @@
 
     python benchmarks/convert.py [--rounds 5] [--json FILE] [--smollm2 DIR] [--folder DIR]
 
-Each measurement is a process of its own, and the ways alternate, so that whatever else the machine does hits them
-alike; medians count. Imports, process groups and the reading of headers that a copy does not do are outside the time;
-building the model and syncing what was written to the disk are inside, for all. mbridge writes no Megatron
+Time: the ways alternate in one process, so that whatever else the machine does hits them alike; the first round is
+dropped and medians count. Imports, process groups and the reading of headers that a copy does not do are outside the
+time; building the model and syncing what was written to the disk are inside, for all. mbridge writes no Megatron
 checkpoint and reads none, so on that side its rows use megarl's.
 
-Memory is what a rank took above what it held before: anonymous memory (RssAnon, sampled every few milliseconds), and
-all resident memory (VmHWM), which counts pages of mapped files that the kernel can take back at any time. Linux only.
+Memory: each way in a process of its own, what a rank took above what it held before. Anonymous memory (RssAnon,
+sampled every few milliseconds), and all resident memory (VmHWM), which counts pages of mapped files that the kernel
+can take back at any time. Linux only.
 """
 
 from __future__ import annotations
@@ -132,26 +133,31 @@ def to_hf_mbridge(job: Job) -> None:
     bridge.save_weights(model.chunks, str(job.out))
 
 
-WAYS: dict[str, tuple[Callable[[Job], None], dict[str, int]]] = {
-    "copy": (copy, {}),
-    "HF → Megatron": (to_megatron, {}),
-    "HF → Megatron, mbridge": (to_megatron_mbridge, {}),
-    "Megatron → HF": (to_hf, {}),
-    "Megatron → HF, mbridge": (to_hf_mbridge, {}),
-    "HF → Megatron, PP2": (to_megatron, {"pp": 2}),
-    "Megatron → HF, PP2": (to_hf, {"pp": 2}),
+WAYS: dict[str, tuple[Callable[[Job], None], int]] = {
+    "copy": (copy, 1),
+    "HF → Megatron": (to_megatron, 1),
+    "HF → Megatron, mbridge": (to_megatron_mbridge, 1),
+    "Megatron → HF": (to_hf, 1),
+    "Megatron → HF, mbridge": (to_hf_mbridge, 1),
+    "HF → Megatron, PP2": (to_megatron, 2),
+    "Megatron → HF, PP2": (to_hf, 2),
 }
+"""What is measured, and on how many ranks."""
 
 
-def measure_once(way: str, hf: Path, checkpoint: Path, out: Path) -> list[dict[str, float]]:
-    """One measurement; a record for each rank."""
-    world_size = math.prod(WAYS[way][1].values())
+def run(ways: list[str], rounds: int, hf: Path, checkpoint: Path, out: Path) -> list[list[dict[str, dict[str, float]]]]:
+    """Runs the ways one after another, `rounds` times, in the same processes.
+
+    Returns:
+        For each rank, for each round, a record for each way.
+    """
+    world_size = WAYS[ways[-1]][1]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
-    arguments = (world_size, port, way, hf, checkpoint, out, results)
+    arguments = (world_size, port, ways, rounds, hf, checkpoint, out, results)
     ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(world_size)]
     for process in ranks:
         process.start()
@@ -163,7 +169,7 @@ def measure_once(way: str, hf: Path, checkpoint: Path, out: Path) -> list[dict[s
             process.kill()
 
 
-def _result(results: Any, ranks: list[Any]) -> dict[str, float]:
+def _result(results: Any, ranks: list[Any]) -> list[dict[str, dict[str, float]]]:
     for _ in range(int(LIMIT_S)):
         with contextlib.suppress(queue.Empty):
             return results.get(timeout=1.0)
@@ -172,7 +178,17 @@ def _result(results: Any, ranks: list[Any]) -> dict[str, float]:
     sys.exit("a measurement failed or took too long")
 
 
-def _rank(rank: int, world_size: int, port: int, way: str, hf: Path, checkpoint: Path, out: Path, results: Any) -> None:
+def _rank(
+    rank: int,
+    world_size: int,
+    port: int,
+    ways: list[str],
+    rounds: int,
+    hf: Path,
+    checkpoint: Path,
+    out: Path,
+    results: Any,
+) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if world_size > 1:
@@ -182,30 +198,44 @@ def _rank(rank: int, world_size: int, port: int, way: str, hf: Path, checkpoint:
     torch.set_num_threads(max((os.cpu_count() or 1) // world_size, 1))
     for module in ("megarl.checkpoint.weights", "megarl.checkpoint.publish", "safetensors.torch"):
         importlib.import_module(module)
-    run, sizes = WAYS[way]
-    job = Job(hf, checkpoint, out, sizes)
+    job = Job(hf, checkpoint, out, {"pp": world_size})
     job.build()  # Megatron-Core imports more at the first construction
-    before = _status("VmRSS")
-    torch.distributed.barrier()
+    records: list[dict[str, dict[str, float]]] = [{} for _ in range(rounds)]
+    for record in records:
+        for way in ways:
+            record[way] = _once(WAYS[way][0], job, is_alone=WAYS[way][1] == 1)
+            if rank == 0 and way != ways[-1]:
+                shutil.rmtree(out)
+            torch.distributed.barrier()
+        if rank == 0 and record is not records[-1]:
+            shutil.rmtree(out)
+        torch.distributed.barrier()
+    results.put(records)
+    torch.distributed.destroy_process_group()
+
+
+def _once(way: Callable[[Job], None], job: Job, *, is_alone: bool) -> dict[str, float]:
+    """One run of one way on this rank; where it is alone, rank 0 runs it and the others wait."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    resident = _status("VmRSS")
+    dist.barrier()
     with _peak_anonymous() as peak:
         start, cpu = time.perf_counter(), time.process_time()
-        run(job)
-        torch.distributed.barrier()
+        if rank == 0 or not is_alone:
+            way(job)
         if rank == 0:
-            _sync_tree(out)
-        torch.distributed.barrier()
+            _sync_tree(job.out)
+        dist.barrier()
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-    model = job.build()
-    results.put(
-        {
-            "seconds": seconds,
-            "cpu_seconds": cpu_seconds,
-            "anonymous": peak[0],
-            "resident": _status("VmHWM") - before,
-            "shard": sum(parameter.nbytes for chunk in model.chunks for parameter in chunk.parameters()),
-        }
-    )
-    torch.distributed.destroy_process_group()
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "anonymous": peak[0],
+        "resident": _status("VmHWM") - resident,
+        "shard": sum(parameter.nbytes for chunk in job.build().chunks for parameter in chunk.parameters()),
+    }
 
 
 @contextlib.contextmanager
@@ -244,40 +274,46 @@ def _sync_tree(folder: Path) -> None:
 
 def measure(name: str, hf: Path, folder: Path, rounds: int) -> list[dict[str, Any]]:
     """One record for each way of converting `hf`."""
-    total = (hf / "model.safetensors").stat().st_size
-    checkpoint, out = folder / f"{name}-checkpoint", folder / "out"
-    measure_once("HF → Megatron", hf, checkpoint, checkpoint)
-    runs: dict[str, list[list[dict[str, float]]]] = {way: [] for way in WAYS}
-    for _ in range(rounds):
-        for way in WAYS:
-            (hf / "model.safetensors").read_bytes()  # from the page cache, for all ways alike
-            runs[way].append(measure_once(way, hf, checkpoint, out))
-            shutil.rmtree(out)
-    shutil.rmtree(checkpoint)
-    seconds = {way: [max(rank["seconds"] for rank in ranks) for ranks in of_way] for way, of_way in runs.items()}
+    total, largest = (hf / "model.safetensors").stat().st_size, _largest_tensor(hf)
+    checkpoint = folder / f"{name}-checkpoint"
+    run(["HF → Megatron"], 1, hf, checkpoint, checkpoint)
+
+    def fresh(ways: list[str], rounds: int) -> list[list[dict[str, dict[str, float]]]]:
+        (hf / "model.safetensors").read_bytes()  # from the page cache, for all alike
+        records = run(ways, rounds, hf, checkpoint, folder / "out")
+        shutil.rmtree(folder / "out")
+        return records
+
     records = []
-    for way, of_way in runs.items():
-        # Ratios of neighbours in time, whose median counts: the machine may be slower in one round than in another.
-        ratios = [mine / plain for mine, plain in zip(seconds[way], seconds["copy"], strict=True)]
-        allowance = [[rank["anonymous"] - rank["shard"] for rank in ranks] for ranks in of_way]
-        records.append(
-            {
-                "model": name,
-                "way": way,
-                "megabytes": total / 1e6,
-                "seconds": statistics.median(seconds[way]),
-                # Of all ranks; it says less than the time, but is the same on a busy machine.
-                "cpu_seconds": statistics.median(sum(rank["cpu_seconds"] for rank in ranks) for ranks in of_way),
-                "megabytes_per_second": total / 1e6 / statistics.median(seconds[way]),
-                "time_beside_copy": statistics.median(ratios),
-                "peak_anonymous": statistics.median(max(r["anonymous"] for r in ranks) for ranks in of_way),
-                "peak_resident": statistics.median(max(r["resident"] for r in ranks) for ranks in of_way),
-                "shard": max(rank["shard"] for rank in of_way[0]),
-                "largest_tensor": _largest_tensor(hf),
-                # How much the worst rank of the worst round had besides its shard, in largest tensors. Aim: 1.5
-                "excess_in_largest_tensors": max(map(max, allowance)) / _largest_tensor(hf),
-            }
-        )
+    for world_size in (1, 2):
+        ways = [way for way, (_, ranks) in WAYS.items() if ranks == world_size]
+        timed = fresh(["copy", *(way for way in ways if way != "copy")], rounds + 1)
+        for way in ways:
+            memory = [rank_records[0][way] for rank_records in fresh([way], 1)]
+            per_round = [(rank_rounds[way], rank_rounds["copy"]) for rank_rounds in timed[0][1:]]
+            seconds = statistics.median(mine["seconds"] for mine, _ in per_round)
+            excess = max(rank["anonymous"] - rank["shard"] for rank in memory)
+            records.append(
+                {
+                    "model": name,
+                    "way": way,
+                    "megabytes": total / 1e6,
+                    "seconds": seconds,
+                    "megabytes_per_second": total / 1e6 / seconds,
+                    # Neighbours in time are compared: the machine may be slower in one round than in another.
+                    "time_beside_copy": statistics.median(m["seconds"] / c["seconds"] for m, c in per_round),
+                    "cpu_seconds": statistics.median(
+                        sum(rank_rounds[index][way]["cpu_seconds"] for rank_rounds in timed)
+                        for index in range(1, rounds + 1)
+                    ),
+                    "peak_anonymous": max(rank["anonymous"] for rank in memory),
+                    "peak_resident": max(rank["resident"] for rank in memory),
+                    "shard": max(rank["shard"] for rank in memory),
+                    "largest_tensor": largest,
+                    # What the worst rank had besides its shard. Aim: below 1.5
+                    "excess_in_largest_tensors": excess / largest,
+                }
+            )
     return records
 
 

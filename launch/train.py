@@ -53,7 +53,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--world-size",
         type=int,
-        default=int(os.environ.get("WORLD_SIZE", "1")),
+        # As text, so that argparse checks it as it checks the option.
+        default=os.environ.get("WORLD_SIZE", "1"),
         metavar="N",
         help="ranks to check for (default: torchrun's WORLD_SIZE, or 1)",
     )

@@ -38,6 +38,9 @@ from megarl.weights.together import found_by, raise_together
 _LARGEST_LIST = 3
 """How many tensor names an error lists."""
 
+_UNREADABLE = (OSError, EOFError, pickle.UnpicklingError, CheckpointingException)
+"""What torch and Megatron-Core raise on files that are missing, truncated or of another kind."""
+
 
 def write_tensors(model: MegatronModel, folder: Path, progress: Callable[[int], None] | None = None) -> None:
     """Writes all parameters into `folder`, an existing empty folder. Collective over the world.
@@ -69,12 +72,31 @@ def read_tensors(model: MegatronModel, folder: Path) -> None:
     """
     sharded = _sharded_tensors(model)
     _check_same_model(list(nested_values(sharded)), folder)
+    # Reads into the parameters themselves, so the returned dictionary is not needed.
+    load_sharded(sharded, folder, validate_access_integrity=False)
+
+
+def load_sharded(state: dict[str, Any], folder: Path, *, validate_access_integrity: bool = True) -> dict[str, Any]:
+    """`dist_checkpointing.load`, to which a damaged folder is a person's problem. Collective over the world.
+
+    Raises:
+        ConfigError: on every rank; a file of the folder is missing, truncated or unreadable.
+    """
+    problem = None
     try:
-        # Reads into the parameters themselves, so the returned dictionary is not needed.
-        dist_checkpointing.load(sharded, str(folder), validate_access_integrity=False)
+        # Read by each rank on its own. Inside `load` their failure could not be told from one of the network.
+        dist_checkpointing.load_common_state_dict(str(folder))
+        dist_checkpointing.load_tensors_metadata(str(folder))
+    except (RuntimeError, *_UNREADABLE) as error:
+        problem = _damaged(folder, error)
+    raise_together(problem)
+    try:
+        return dist_checkpointing.load(state, str(folder), validate_access_integrity=validate_access_integrity)
     except CheckpointException as error:
         rank, (failure, _) = next(iter(error.failures.items()))
         raise ConfigError(_damaged(folder, failure) + found_by(rank)) from None
+    except _UNREADABLE as error:
+        raise ConfigError(_damaged(folder, error)) from None
 
 
 def _sharded_tensors(model: MegatronModel) -> dict[str, Any]:
@@ -145,7 +167,7 @@ def _check_same_model(wanted: list[ShardedTensor], folder: Path) -> None:
         found = dist_checkpointing.load_tensors_metadata(str(folder))
         stored = {key: tuple(tensor.global_shape) for key, tensor in found.items()}
         problem = next(_differences(wanted, stored, folder), None)
-    except (OSError, EOFError, pickle.UnpicklingError, CheckpointingException) as error:
+    except _UNREADABLE as error:
         problem = _damaged(folder, error)
     raise_together(problem)
     raise_together(_left_over(wanted, stored, folder))
@@ -179,8 +201,9 @@ def _left_over(wanted: list[ShardedTensor], stored: dict[str, tuple[int, ...]], 
 
 
 def _damaged(folder: Path, error: BaseException) -> str:
-    reason = " ".join(str(error).split())[:200] or type(error).__name__
-    return f"{folder} is incomplete or damaged ({reason}); copy or convert the checkpoint again"
+    # The first sentence: torch goes on with guesses, at length.
+    reason = " ".join(str(error).split()).split(". ")[0][:200] or type(error).__name__
+    return f"{folder} is incomplete or damaged ({reason}); copy or convert the checkpoint again, or use another one"
 
 
 def _listed(names: list[str]) -> str:

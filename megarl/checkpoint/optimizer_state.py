@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 
-from megarl.checkpoint.dist_format import InProcessSave
+from megarl.checkpoint.dist_format import InProcessSave, load_sharded
 from megarl.models.train import TrainableModel
 
 # Of the formats of Megatron-Core's distributed optimizer the one that every layout can read.
@@ -25,10 +25,13 @@ def read_optimizer(trainable: TrainableModel, folder: Path) -> None:
     """Restores the state from `folder`, whatever layout wrote it. Collective over the world.
 
     The float32 weights come along, so a model in bfloat16 goes on from what the optimizer had.
+
+    Raises:
+        ConfigError: on every rank; the folder is missing or damaged.
     """
     _allocate(trainable)
     state = _sharded_state(trainable, is_loading=True)
-    trainable.optimizer.load_state_dict(dist_checkpointing.load(state, str(folder))["optimizer"])
+    trainable.optimizer.load_state_dict(load_sharded(state, folder)["optimizer"])
     for inner in _torch_adams(trainable):
         for values in inner.state.values():
             # Megatron-Core restores one `step` tensor and gives it to every parameter; Adam would then count each

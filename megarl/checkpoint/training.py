@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import re
 from pathlib import Path
@@ -78,16 +79,22 @@ def load_training(trainable: TrainableModel, folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: on every rank; not a training checkpoint, a damaged one, or one of another model.
     """
-    state, problem = {}, None
-    try:
-        state = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        problem = f"{folder} is not a checkpoint of a run: its {STATE_NAME} cannot be read ({error})."
-    raise_together(problem)
+    state = _read_state(folder)
     load_weights(trainable.model, folder)
     read_optimizer(trainable, folder / OPTIMIZER_FOLDER)
     if len(list((folder / RNG_FOLDER).glob("rank-*.pt"))) == dist.get_world_size():
-        _restore_generators(torch.load(_rng_file(folder), weights_only=False))
+        _restore_generators(_read_generators(_rng_file(folder)))
+    return state
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    """`state.json`. Collective over the world."""
+    state, problem = {}, None
+    try:
+        state = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # ValueError: neither JSON nor text
+        problem = f"{folder} is not a checkpoint of a run, or a damaged one: its {STATE_NAME} cannot be read ({error})."
+    raise_together(problem)
     return state
 
 
@@ -104,6 +111,17 @@ def _generators() -> dict[str, Any]:
         "cuda": torch.cuda.get_rng_state(),
         "tracker": get_cuda_rng_tracker().get_states(),
     }
+
+
+def _read_generators(file: Path) -> dict[str, Any]:
+    """What `_generators` gave when the checkpoint was saved. Collective over the world."""
+    states, problem = {}, None
+    try:
+        states = torch.load(file, weights_only=False)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError):
+        problem = f"{file} cannot be read, it is incomplete or damaged; copy the checkpoint again, or use another one"
+    raise_together(problem)
+    return states
 
 
 def _restore_generators(states: dict[str, Any]) -> None:

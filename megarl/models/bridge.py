@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 from megarl import platform
@@ -26,7 +27,11 @@ def read_hf_config(path: str | Path) -> PretrainedConfig:
         ConfigError: missing, unreadable or unsupported (the supported ones are listed).
     """
     ModelShape.from_hf(path)
-    return AutoConfig.from_pretrained(str(path), local_files_only=True)
+    try:
+        return AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(f"{path}/config.json is refused by transformers ({reason}): correct or copy it.") from None
 
 
 def make_bridge(

@@ -89,10 +89,12 @@ class Generation:
         finished = []
         for response, token, logprob in zip(running, tokens.tolist(), logprobs.tolist(), strict=True):
             if not math.isfinite(logprob):
+                cause = "look at the training loss and the gradient norm of the steps before"
+                if self._version == 0:
+                    cause = "these are the weights that the run started from: look for NaN in the files of model.path"
                 raise FloatingPointError(
                     f"the model's logits are not finite at token {len(response.token_ids)} of a response to request "
-                    f"{response.request.request_id}, with weights of version {self._version}; look at the training "
-                    "loss and the gradient norm of the steps before"
+                    f"{response.request.request_id}, with weights of version {self._version}; {cause}"
                 )
             reason = response.append(token, logprob)
             if reason is not None:

@@ -17,6 +17,8 @@ from megarl.trainers.rl_run import run_rl
 from megarl.trainers.sft import run_sft
 
 EXIT_BAD_CONFIG, EXIT_FAILED = 2, 1
+EXIT_INTERRUPTED = 130
+"""What shells give for a program that SIGINT (Ctrl-C) ended."""
 
 LOOPS: dict[str, Callable[[RunConfig, Groups], None]] = {"rl": run_rl, "sft": run_sft}
 
@@ -35,7 +37,10 @@ def run(config: RunConfig) -> int:
     except ConfigError as error:
         print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
         leave_at_once(EXIT_BAD_CONFIG)
-    except Exception:
+    except KeyboardInterrupt:
+        print(f"rank {rank}: interrupted", file=sys.stderr, flush=True)
+        leave_at_once(EXIT_INTERRUPTED)
+    except BaseException:  # torch's CheckpointException is no Exception
         print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         leave_at_once(EXIT_FAILED)
     platform.shutdown_distributed()

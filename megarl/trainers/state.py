@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.checkpoint.training import checkpoint_folder, load_training, newest_checkpoint, save_training
-from megarl.config import RunConfig
+from megarl.config import ConfigError, RunConfig
 from megarl.data.sampler import PromptSampler
 from megarl.models.train import TrainableModel
 
@@ -49,6 +49,12 @@ def resume(parts: Resumable) -> int:
     if folder is None:
         return 0
     state = load_training(parts.trainable, folder)
+    kind = parts.config.trainer.kind
+    if state.get("kind") != kind:
+        raise ConfigError(
+            f"{folder} is a checkpoint of trainer.kind {state.get('kind')}, but this run has {kind}: name another "
+            "trainer.default_local_dir, or start from its weights with model.path."
+        )
     parts.sampler.load_state_dict(state["sampler"])
     parts.schedule.load_state_dict(state["schedule"])
     parts.optimizer_steps = state["optimizer_steps"]

@@ -93,12 +93,14 @@ def test_a_bfloat16_checkpoint_loads_into_a_float32_model(models, tmp_path):
 @pytest.fixture(scope="module")
 def refusals(single, models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("damaged")
-    for what in ("truncated", "file missing", "no metadata"):
+    for what in ("truncated", "file missing", "no metadata", "common state truncated"):
         shutil.copytree(single / "llama", folder / what)
     (data,) = (folder / "truncated" / "weights").glob("*.distcp")
     data.write_bytes(data.read_bytes()[:300_000])
     next((folder / "file missing" / "weights").glob("*.distcp")).unlink()
     (folder / "no metadata" / "weights" / ".metadata").unlink()
+    common = folder / "common state truncated" / "weights" / "common.pt"
+    common.write_bytes(common.read_bytes()[:100])
     damaged = {path.name: path for path in folder.iterdir()}
     return run_ranks(ranks.refused_loads, 1, models, single, damaged)[0]
 
@@ -113,6 +115,7 @@ def refusals(single, models, tmp_path_factory):
         ("truncated", ["truncated", "incomplete or damaged"]),
         ("file missing", ["file missing", "incomplete or damaged", "No such file"]),
         ("no metadata", ["no metadata", "incomplete or damaged"]),
+        ("common state truncated", ["common state truncated", "incomplete or damaged"]),
         ("target exists", ["exists", "nothing is overwritten"]),
     ],
 )

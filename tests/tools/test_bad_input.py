@@ -135,3 +135,12 @@ def test_under_torchrun_one_rank_says_it_and_all_end(hf):
     # torchrun itself always prints a traceback of its own once a rank has left with an error.
     assert result.stderr.count("Traceback (most recent call last)") == 1
     assert not (hf.parent / "out").exists()
+
+
+def test_a_config_that_contradicts_itself_is_refused_with_the_reason(tmp_path):
+    hf = make_hf_model("qwen2", tmp_path / "hf")
+    content = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps({**content, "num_hidden_layers": 3}))
+    said = refuse(hf)
+    assert f"{hf}/config.json is refused by transformers" in said
+    assert "`num_hidden_layers` (3) must be equal to the number of `layer_types` (4)" in said
