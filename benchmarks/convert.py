@@ -346,6 +346,7 @@ def make_smollm2(folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", action="append", choices=["SmolLM2-135M", "qwen3 1 GB"], help="only this one")
     parser.add_argument("--smollm2", type=Path, metavar="DIR", help="SmolLM2-135M as a Hugging Face folder of one file")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="where to write; needs 6 GB (default: a temporary)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there")
@@ -353,14 +354,14 @@ def main() -> None:
     records = []
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         folder = Path(temporary)
-        models = {
-            "SmolLM2-135M": options.smollm2 or make_smollm2(folder / "smollm2"),
-            "qwen3 1 GB": make_qwen3(folder / "qwen3"),
+        makers: dict[str, Callable[[], Path]] = {
+            "SmolLM2-135M": lambda: options.smollm2 or make_smollm2(folder / "smollm2"),
+            "qwen3 1 GB": lambda: make_qwen3(folder / "qwen3"),
         }
         print(f"{'model':13} {'way':23} {'s':>6} {'MB/s':>6} {'÷ copy':>6} {'CPU s':>5}  "
               f"{'anon MB':>8} {'RSS MB':>7} {'shard MB':>8} {'(anon − shard) ÷ largest':>24}")  # fmt: skip
-        for name, hf in models.items():
-            for record in measure(name, hf, folder, options.rounds):
+        for name in options.model or makers:
+            for record in measure(name, makers[name](), folder, options.rounds):
                 print(_row(record), flush=True)
                 records.append(record)
     if options.json is not None:
