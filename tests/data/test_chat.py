@@ -117,7 +117,8 @@ def test_a_model_that_cannot_chat_is_refused_with_what_to_do(tmp_path):
 
 
 def test_a_vocabulary_smaller_than_the_models_is_fine(tmp_path):
-    load_chat_tokenizer(make_chat_model(tmp_path, vocab_size=512))
+    chat = load_chat_tokenizer(make_chat_model(tmp_path, vocab_size=512))
+    assert len(chat.tokenizer) < 512
 
 
 def test_keys_that_are_null_are_left_out_of_messages():
