@@ -1,4 +1,4 @@
-"""Length balancing: time and imbalance on lognormal lengths, beside dealing out longest first.
+"""Length balancing: time and imbalance on lognormal lengths, beside dealing out longest first; padding of whole steps.
 
     python benchmarks/balance.py [--rounds 5] [--json]
 
@@ -17,11 +17,37 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megarl.parallel.balance import pack, partition
+from megarl.config.layout import Layout
+from megarl.config.model_shape import ModelShape
+from megarl.parallel.balance import pack, partition, sequence_flops
+from megarl.trainers.minibatch import plan_packs
 
 SIZES = [(4096, 64), (4096, 8), (1024, 128), (512, 8), (16384, 512)]
 MICRO_BATCHES = [(512, 16384), (512, 8192), (4096, 16384)]
 LONGEST = 8192
+
+STEPS = [
+    Layout(world_size=4),
+    Layout(world_size=16, tp=4),
+    Layout(world_size=16, pp=4),
+    Layout(world_size=32, tp=2, pp=2, cp=2),
+]
+"""Each with 4 data-parallel ranks."""
+STEP_SAMPLES, STEP_MICRO_BATCH = 512, 16384
+
+QWEN3_8B = ModelShape(
+    model_type="qwen3",
+    num_layers=36,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_size=12288,
+    num_dense_layers=36,
+    vocab_size=151936,
+    max_positions=40960,
+    tied=False,
+)
 
 
 def lognormal_lengths(count: int) -> list[int]:
@@ -80,6 +106,26 @@ def _measure_pack(count: int, max_tokens: int, rounds: int) -> dict[str, Any]:
     }
 
 
+def _measure_step(layout: Layout) -> dict[str, Any]:
+    """A whole step as the trainer shares it out: work over data-parallel ranks, and padding in their micro-batches."""
+    lengths = lognormal_lengths(STEP_SAMPLES)
+    costs = [sequence_flops(length, QWEN3_8B) for length in lengths]
+    parts = partition(costs, layout.dp, equal_counts=False)
+    work = [sum(costs[i] for i in part) for part in parts]
+    plans = [plan_packs([lengths[i] for i in part], layout, max_tokens=STEP_MICRO_BATCH) for part in parts]
+    most = max(len(sizes) for _, sizes in plans)
+    plans = [
+        plan_packs([lengths[i] for i in part], layout, max_tokens=STEP_MICRO_BATCH, at_least=most) for part in parts
+    ]
+    padded = sum(sum(sizes) for _, sizes in plans)
+    return {
+        "layout": layout.describe(),
+        "micro_batches": most,
+        "padding": 1 - sum(lengths) / padded,
+        "max_over_mean": max(work) * len(work) / sum(work),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -91,8 +137,9 @@ def main() -> None:
         for equal_counts in (False, True)
     ]
     packs = [_measure_pack(count, max_tokens, options.rounds) for count, max_tokens in MICRO_BATCHES]
+    steps = [_measure_step(layout) for layout in STEPS]
     if options.json:
-        print("\n".join(json.dumps(record) for record in partitions + packs))
+        print("\n".join(json.dumps(record) for record in partitions + packs + steps))
         return
     print(f"{'items → parts':>14}  {'counts':6}  {'bound':>8}  {'megarl':>20}  {'longest first':>20}   max/mean, ms")
     for record in partitions:
@@ -109,6 +156,15 @@ def main() -> None:
             f"{record['sequences']:>9}  {record['max_tokens']:>10}  {record['micro_batches']:>13}  "
             f"{record['bound']:>5}  {record['fill']:6.1%}  {record['max_over_mean']:8.4f}  "
             f"{1e3 * record['seconds']:6.1f}"
+        )
+    print(
+        f"\n{STEP_SAMPLES} samples in micro-batches of {STEP_MICRO_BATCH} tokens, work by the FLOPs of qwen3-8B\n"
+        f"{'layout':>42}  {'micro-batches a rank':>20}  {'padding':>7}  work max/mean"
+    )
+    for record in steps:
+        print(
+            f"{record['layout']:>42}  {record['micro_batches']:>20}  {record['padding']:7.2%}  "
+            f"{record['max_over_mean']:13.5f}"
         )
 
 

@@ -7,6 +7,7 @@ function, and make one AdamW step on them. The figure is the ratio of medians of
     pip install trl                                   # not one of megarl's dependencies
     python benchmarks/grpo_step.py                    # a random model: 4 layers, hidden size 128
     python benchmarks/grpo_step.py --hf models/SmolLM2-135M-Instruct --dtype bfloat16 --rounds 4
+    torchrun --nproc-per-node 2 benchmarks/grpo_step.py                # both sides on two data-parallel ranks
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import torch.distributed as dist
 import transformers
 
 from megarl import platform
@@ -75,14 +77,16 @@ def random_model(folder: Path) -> Path:
 class MegarlSteps:
     """megarl's side."""
 
-    def __init__(self, model: Path, folder: Path, questions: list[str], dtype: str, tokens: int) -> None:
+    def __init__(self, model: Path, folder: Path, questions: list[str], dtype: str, tokens: int, ranks: int) -> None:
         rows = [
             {"data_source": "x", "prompt": [{"role": "user", "content": q}], "reward_model": {"ground_truth": ""}}
             for q in questions
         ]
-        pq.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet")
-        (folder / "reward.py").write_text(REWARD)
-        (folder / "run.yaml").write_text("{}")
+        if dist.get_rank() == 0:
+            pq.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet")
+            (folder / "reward.py").write_text(REWARD)
+            (folder / "run.yaml").write_text("{}")
+        dist.barrier()
         overrides = {
             "model.path": model,
             "model.dtype": dtype,
@@ -98,7 +102,7 @@ class MegarlSteps:
             "trainer.total_epochs": 1000,
         }
         config: RunConfig = load_config(str(folder / "run.yaml"), [f"{k}={v}" for k, v in overrides.items()])
-        groups = build_groups(config.parallel.layout(1), seed=1)
+        groups = build_groups(config.parallel.layout(ranks), seed=1)
         self.parts = build_rl_parts(config, groups)
         # No end token, so that every response has the full length, as TRL's have.
         self.parts.generator._chat = _without_end(self.parts.chat)
@@ -138,7 +142,7 @@ def run_trl(
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             seconds["trl"].append(time.perf_counter() - self.started)
             seconds["megarl"].append(mine.step())
-            print(f"trl {seconds['trl'][-1]:.3f} s   megarl {seconds['megarl'][-1]:.3f} s", flush=True)
+            say(f"trl {seconds['trl'][-1]:.3f} s   megarl {seconds['megarl'][-1]:.3f} s")
 
     def reward(completions: list[Any], **kwargs: Any) -> list[float]:
         texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
@@ -149,7 +153,7 @@ def run_trl(
         use_cpu=True,
         bf16=dtype == "bfloat16",
         learning_rate=LR,
-        per_device_train_batch_size=PROMPTS * SAMPLES,
+        per_device_train_batch_size=PROMPTS * SAMPLES // dist.get_world_size(),
         num_generations=SAMPLES,
         max_completion_length=tokens,
         max_steps=rounds,
@@ -172,6 +176,18 @@ def run_trl(
     return seconds
 
 
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def shared_by_all(text: str) -> str:
+    """Rank 0's text, on every rank."""
+    texts = [text]
+    dist.broadcast_object_list(texts)
+    return texts[0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hf", type=Path, help="a Hugging Face chat model; a small random qwen2 if not given")
@@ -182,21 +198,27 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
-    platform.init_distributed()
+    rank, ranks = platform.init_distributed()
     questions = [f"What is {i} plus {7 * i}? Answer with a number." for i in range(64)]
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        model = arguments.hf or random_model(folder / "model")
-        mine = MegarlSteps(model, folder, questions, arguments.dtype, arguments.tokens)
+        folder = Path(shared_by_all(temporary))
+        model = arguments.hf or folder / "model"
+        if rank == 0 and not arguments.hf:
+            random_model(model)
+        mine = MegarlSteps(model, folder, questions, arguments.dtype, arguments.tokens, ranks)
         try:
             seconds = run_trl(model, folder, questions, arguments.dtype, arguments.tokens, arguments.rounds, mine)
         finally:
             mine.parts.close()
+        dist.barrier()
     generated = PROMPTS * SAMPLES * arguments.tokens
     rates = {name: generated / statistics.median(times[1:]) for name, times in seconds.items()}
     ratio = rates["megarl"] / rates["trl"]
-    print(f"generated tokens/s of whole steps: megarl {rates['megarl']:.0f}, trl {rates['trl']:.0f}; ratio {ratio:.2f}")
-    if arguments.json:
+    say(
+        f"generated tokens/s of whole steps on {ranks} rank(s): megarl {rates['megarl']:.0f}, trl {rates['trl']:.0f}; "
+        f"ratio {ratio:.2f}"
+    )
+    if arguments.json and rank == 0:
         arguments.json.write_text(json.dumps({"tokens_per_s": rates, "ratio": ratio, "seconds": seconds}))
 
 

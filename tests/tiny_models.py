@@ -127,3 +127,12 @@ def make_hf_model(
                 buffer.normal_(0, 0.1)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return Path(folder)
+
+
+def make_scalar_model(source: Path, folder: Path) -> Path:
+    """A critic beside the language model in `source`: of its sizes, with random weights and head; returns `folder`."""
+    config = transformers.AutoConfig.from_pretrained(source, num_labels=1)
+    torch.manual_seed(5)
+    model = transformers.AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    return folder

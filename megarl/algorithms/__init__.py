@@ -1,8 +1,20 @@
 """The mathematics of reinforcement learning: pure functions of tensors, which import torch and nothing of megarl.
 
-`advantages` turns rewards into advantages, `policy_loss` and `kl` turn log-probs into losses of tokens, and `aggregate`
-weights tokens so that losses can be summed over micro-batches and ranks. Advantages and policy losses are found by the
-name that the config gives; a file that registers another name adds to them (`registry.Registry`).
+`advantages` turns rewards into advantages, `policy_loss`, `value_loss` and `kl` turn log-probs into losses of tokens,
+and `aggregate` weights tokens so that losses can be summed over micro-batches and ranks. `kl_reward` puts a KL penalty
+into rewards, `rollout_correction` measures and corrects what separates engine and trainer, `filters` choose samples.
+
+Advantages and policy losses are found by the name that the config gives, as soon as this folder is imported; a person's
+own file adds names (`plugins`). What needs other ranks gets their collectives as an argument (`ranks.AcrossRanks`).
 
 Everything is computed in float32. What a mask leaves out is never read, so it may be NaN or infinite.
 """
+
+# For their entries in the registries.
+from megarl.algorithms import (  # noqa: F401
+    covariance_losses,
+    group_advantages,
+    sequence_losses,
+    token_advantages,
+    token_losses,
+)

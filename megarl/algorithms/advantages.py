@@ -1,34 +1,53 @@
-"""From token rewards to advantages (`algorithm.adv_estimator`)."""
+"""From rewards to advantages (`algorithm.adv_estimator`): what an estimator takes and gives, and where names lead.
+
+The estimators themselves: `group_advantages` compare a response with others to the same prompt, `token_advantages` look
+along the response.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from megarl.algorithms.ranks import ONE_RANK, AcrossRanks
 from megarl.algorithms.registry import Registry
-from megarl.algorithms.tokens import select
-
-GRPO_EPSILON = 1e-6
-"""Added to a group's standard deviation; TRL has 1e-4, verl 1e-6."""
-
-
-_CACHE_SIZED_CHUNK = 1 << 17
-"""Elements that fit a CPU's cache in float32 and float64 together: summing chunk by chunk is seven times faster."""
+from megarl.algorithms.tokens import row_chunks, select
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageInputs:
-    """Samples of one step. All samples of a group are on the same rank."""
+    """One rank's samples of a step.
+
+    Estimators that are `row_level` need only what a whole response got: they may be given a single column, [rows, 1],
+    of row totals with the `lengths` of the responses.
+    """
 
     rewards: Tensor
     """[rows, time], at each response token; a reward of the whole response stands on its last valid token"""
     mask: Tensor
-    """[rows, time], 1 on tokens that the model chose; `rewards` under 0 are not read"""
+    """[rows, time], 1 on tokens that the model chose; what stands under 0 is not read"""
     groups: Tensor
-    """int64 [rows], any numbers: rows with the same one answer the same prompt"""
+    """int64 [rows], any numbers: rows with the same one answer the same prompt, on whichever rank they are"""
+    lengths: Tensor | None = None
+    """int64 [rows], valid tokens of the whole response; None: those of the mask"""
+    values: Tensor | None = None
+    """[rows, time], the critic's value before each token (gae)"""
+    baseline: Tensor | None = None
+    """[rows], reward of the greedy response to the same prompt (remax)"""
+    rewards_by_name: Mapping[str, Tensor] = field(default_factory=dict)
+    """[rows] each: the parts that the reward consists of (gdpo)"""
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """A weight for each of those names; empty: 1 for all"""
+    ranks: AcrossRanks = ONE_RANK
+    """The ranks that hold the other samples of the step"""
+
+    @property
+    def row_lengths(self) -> Tensor:
+        """Valid tokens of each whole response, int64 [rows]."""
+        return self.mask.bool().sum(dim=1) if self.lengths is None else self.lengths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +55,9 @@ class AdvantageOptions:
     """The keys of the config's `algorithm` section that estimators read; documented there."""
 
     norm_adv_by_std: bool = True
+    gamma: float = 1.0
+    lam: float = 1.0
+    normalize_advantages: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,44 +69,30 @@ class Advantages:
     returns: Tensor
     """float32 [rows, time], 0 where the mask is 0; what a critic would be trained on"""
     counts: dict[str, Tensor] = field(default_factory=dict)
-    """Metrics as counts on this rank, scalars: their sums over ranks are the global ones"""
+    """Metrics as scalar counts over the samples of all ranks, the same on each"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EstimatorTraits:
+    """What an estimator needs, so that a run can make it, and refuse a config that does not."""
+
+    row_level: bool = False
+    """One advantage for a whole row, from its total reward: a column of totals is enough."""
+    needs_groups: bool = False
+    """Compares samples of one prompt: `rollout.n` is at least 2."""
+    needs_values: bool = False
+    """`AdvantageInputs.values`: there is a critic."""
+    needs_baseline: bool = False
+    """`AdvantageInputs.baseline`: each prompt is also answered greedily."""
+    needs_rewards_by_name: bool = False
+    """`AdvantageInputs.rewards_by_name`: the reward function returns its parts."""
 
 
 AdvantageEstimator = Callable[[AdvantageInputs, AdvantageOptions], Advantages]
 
-advantage_estimator: Registry[AdvantageEstimator] = Registry("advantage estimator", "algorithm.adv_estimator")
-
-
-@advantage_estimator("grpo")
-def grpo(inputs: AdvantageInputs, options: AdvantageOptions) -> Advantages:
-    """A_b = (R_b − mean_g) / (std_g + 1e-6) at every valid token of row b, with R_b the sum of its rewards.
-
-    std is the unbiased one. Without `norm_adv_by_std`, R_b − mean_g: Dr.GRPO. A group whose rewards are all equal gives
-    exactly 0, and so does a group of a single sample, where there is nothing to compare with.
-
-    Counts: `group/count`, `group/singleton` (groups of one sample), and `group/equal_rewards` (larger groups that
-    teach nothing).
-
-    GRPO arXiv:2402.03300; Dr.GRPO arXiv:2503.20783.
-    """
-    mask = inputs.mask.bool()
-    groups = _Groups(inputs.groups)
-    scores = row_rewards(inputs.rewards, mask).double()
-    centred = scores - groups.mean(scores)[groups.of_row]
-    # Rewards such as 0.1 have no exact mean, and the rest would be divided by 1e-6: equal is decided on the rewards.
-    equal = groups.min(scores) == groups.max(scores)
-    centred = torch.where(equal[groups.of_row], 0.0, centred)
-    if options.norm_adv_by_std:
-        variance = groups.sum(centred.square()) / (groups.sizes - 1).clamp(min=1)
-        centred = centred / (variance.sqrt() + GRPO_EPSILON)[groups.of_row]
-    advantages = spread(centred, mask)
-    singleton = groups.sizes == 1
-    counts = {
-        "group/count": groups.sizes.new_tensor(len(groups.sizes)),
-        "group/singleton": singleton.sum(),
-        "group/equal_rewards": (equal & ~singleton).sum(),
-    }
-    return Advantages(advantages=advantages, returns=advantages, counts=counts)
+advantage_estimator: Registry[AdvantageEstimator, EstimatorTraits] = Registry(
+    "advantage estimator", "algorithm.adv_estimator", EstimatorTraits, ("inputs", "options")
+)
 
 
 def row_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
@@ -93,30 +101,10 @@ def row_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     Summed in float64 and rounded once, so that neither padding nor the place of a reward shows in the last digit:
     equal rewards stay equal.
     """
-    rows = max(1, _CACHE_SIZED_CHUNK // max(rewards.shape[1], 1))
-    chunks = zip(rewards.split(rows), mask.split(rows), strict=True)
+    chunks = row_chunks(rewards, mask)
     return torch.cat([select(*chunk).sum(dim=1, dtype=torch.float64) for chunk in chunks]).float()
 
 
 def spread(values: Tensor, mask: Tensor) -> Tensor:
     """A number a row at each of its valid tokens: [rows], [rows, time] → float32 [rows, time]."""
     return select(values.float().unsqueeze(1).expand(mask.shape), mask)
-
-
-class _Groups:
-    """Statistics of values [rows] by group [groups], in the values' own precision."""
-
-    def __init__(self, groups: Tensor) -> None:
-        _, self.of_row, self.sizes = torch.unique(groups, return_inverse=True, return_counts=True)
-
-    def sum(self, values: Tensor) -> Tensor:
-        return values.new_zeros(len(self.sizes)).index_add_(0, self.of_row, values)
-
-    def mean(self, values: Tensor) -> Tensor:
-        return self.sum(values) / self.sizes
-
-    def min(self, values: Tensor) -> Tensor:
-        return values.new_empty(len(self.sizes)).scatter_reduce_(0, self.of_row, values, "amin", include_self=False)
-
-    def max(self, values: Tensor) -> Tensor:
-        return values.new_empty(len(self.sizes)).scatter_reduce_(0, self.of_row, values, "amax", include_self=False)

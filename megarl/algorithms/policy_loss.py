@@ -1,15 +1,19 @@
-"""From log-probs and advantages to the loss of each token (`actor.policy_loss`)."""
+"""From log-probs and advantages to the loss of each token (`actor.policy_loss`): what a loss takes and gives.
+
+The losses themselves: `token_losses` look at each token alone, `sequence_losses` at a whole response, and
+`covariance_losses` treat some tokens of the mini-batch apart.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.registry import Registry
-from megarl.algorithms.tokens import MAX_LOG_RATIO, log_ratio, select
+from megarl.algorithms.tokens import MAX_LOG_RATIO, Sequences, TokenLoss, log_ratio, select
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,57 +28,68 @@ class PolicyLossInputs:
     advantages: Tensor
     mask: Tensor
     """1 on tokens that count; the others are not read"""
+    sequences: Sequences | None = None
+    """Which response each token belongs to; None: padded [rows, time], a response a row"""
+    selected: Tensor | None = None
+    """1 on tokens that `covariance.covariance_selection` picked in the mini-batch, for losses that need it"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLossOptions:
-    """The keys of the config's `actor` section that policy losses read; documented there."""
+    """The keys of the config's `actor` section that policy losses read; documented there. Names and defaults are
+    verl's."""
 
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
     clip_ratio_c: float = 3.0
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    ppo_kl_coef: float = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyLoss:
-    """What a policy loss gives."""
+class PolicyLossTraits:
+    """What a policy loss needs, so that a run can make it, and refuse a config that does not."""
 
-    loss: Tensor
-    """float32, the shape of the inputs: the loss of each token, 0 where the mask is 0; `aggregate` adds it up"""
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    """Metrics as sums over these tokens, without gradient: summed over micro-batches and ranks and divided by the
-    number of valid tokens, each is the mean over tokens that its name stands for"""
-
-
-PolicyLossFunction = Callable[[PolicyLossInputs, PolicyLossOptions], PolicyLoss]
-
-policy_loss: Registry[PolicyLossFunction] = Registry("policy loss", "actor.policy_loss")
+    loss_agg_mode: str | None = None
+    """The only aggregation with which it is the paper's loss; None: any."""
+    needs_sequences: bool = False
+    """`PolicyLossInputs.sequences`, where tokens are packed."""
+    needs_selection: bool = False
+    """`PolicyLossInputs.selected`."""
 
 
-@policy_loss("ppo")
-def ppo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """max(−A·ρ, −A·clamp(ρ, 1 − ε_low, 1 + ε_high)), and for A < 0 at most −A·c; ρ = exp(log-prob − old log-prob).
+PolicyLossFunction = Callable[[PolicyLossInputs, PolicyLossOptions], TokenLoss]
 
-    The clipped surrogate of PPO with two bounds (clip-higher) and with dual clip, without which a token of negative
-    advantage that has become likely has an unbounded loss.
+policy_loss: Registry[PolicyLossFunction, PolicyLossTraits] = Registry(
+    "policy loss", "actor.policy_loss", PolicyLossTraits, ("inputs", "options")
+)
 
-    Sums: `actor/ppo_kl` (old log-prob − log-prob, the k1 estimate of KL(old ‖ new)), `actor/pg_clipfrac` (tokens whose
-    gradient the clamp stops), `actor/pg_clipfrac_lower` (tokens that dual clip stops; verl's name).
 
-    PPO arXiv:1707.06347, dual clip arXiv:1912.09729, clip-higher arXiv:2503.14476.
-    """
-    advantages = select(inputs.advantages.detach(), inputs.mask)
-    log_ratios = log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratios.exp()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratio:
+    """What most losses start with."""
+
+    advantages: Tensor
+    """float32, constant, 0 where the mask is 0"""
+    log: Tensor
+    """float32, log-prob − old log-prob within ±MAX_LOG_RATIO, 0 where the mask is 0"""
+
+    @classmethod
+    def of(cls, inputs: PolicyLossInputs) -> Ratio:
+        log = log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask)
+        return cls(
+            advantages=select(inputs.advantages.detach(), inputs.mask), log=log.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        )
+
+    @property
+    def kl(self) -> Tensor:
+        """Σ old log-prob − log-prob, the k1 estimate of KL(old ‖ new): the sum behind `actor/ppo_kl`."""
+        return -self.log.detach().sum()
+
+
+def clipped_surrogate(advantages: Tensor, ratio: Tensor, options: PolicyLossOptions) -> tuple[Tensor, Tensor]:
+    """max(−A·ρ, −A·clamp(ρ, 1 − ε_low, 1 + ε_high)), and where the clamp stops the gradient (boolean)."""
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - options.clip_ratio_low, 1 + options.clip_ratio_high)
-    pessimistic = torch.maximum(plain, clipped)
-    ceiling = -advantages * options.clip_ratio_c
-    stopped_by_dual_clip = (advantages < 0) & (pessimistic > ceiling)
-    loss = torch.where(stopped_by_dual_clip, ceiling, pessimistic)
-    sums = {
-        "actor/ppo_kl": -log_ratios.detach().sum(),
-        "actor/pg_clipfrac": (clipped > plain).sum().float(),
-        "actor/pg_clipfrac_lower": stopped_by_dual_clip.sum().float(),
-    }
-    return PolicyLoss(loss=loss, sums=sums)
+    return torch.maximum(plain, clipped), clipped > plain

@@ -3,6 +3,7 @@
 <run>/checkpoints/step-000010/
   megarl.json, hf/, weights/   the model, as `weights` writes it: the conversion tools read a run's checkpoint too
   optimizer/                   float32 weights and moments (`optimizer_state`)
+  critic/                      where there is one: the same of the critic
   state.json                   step, sampler, learning-rate schedule, weight version
   rng/rank-00003.pt            generators of each rank, restored where the world has as many ranks
 """
@@ -13,6 +14,8 @@ import json
 import pickle
 import random
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,33 +49,46 @@ def newest_checkpoint(run: str | Path) -> Path | None:
     return found[max(found)] if found else None
 
 
-def save_training(trainable: TrainableModel, folder: Path, source_hf: str | Path, state: dict[str, Any]) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedModel:
+    """A model that a checkpoint covers."""
+
+    trainable: TrainableModel
+    source_hf: str | Path
+    """The Hugging Face folder that it was made from, which gives config.json and tokenizer."""
+
+
+def save_training(model: SavedModel, folder: Path, state: dict[str, Any], others: Mapping[str, SavedModel]) -> None:
     """Writes a checkpoint, which appears under its name when it is complete. Collective over the world.
 
     Args:
         folder: of `checkpoint_folder`; must not exist.
         state: JSON; the same on every rank.
+        others: further models, each in a folder of its name.
 
     Raises:
         ConfigError: on every rank; it cannot be written.
     """
     with publish(folder) as temporary:
-        write_weights(trainable.model, temporary, source_hf)
         outcome = SharedOutcome()
+        places = {temporary: model, **{temporary / name: other for name, other in others.items()}}
         with outcome.attempt(temporary):
             if dist.get_rank() == 0:
-                (temporary / OPTIMIZER_FOLDER).mkdir()
+                for place in places:
+                    (place / OPTIMIZER_FOLDER).mkdir(parents=True)
                 (temporary / RNG_FOLDER).mkdir()
                 (temporary / STATE_NAME).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         outcome.check()
-        write_optimizer(trainable, temporary / OPTIMIZER_FOLDER)
+        for place, saved in places.items():
+            write_weights(saved.trainable.model, place, saved.source_hf)
+            write_optimizer(saved.trainable, place / OPTIMIZER_FOLDER)
         with outcome.attempt(temporary):
             torch.save(_generators(), _rng_file(temporary))
         outcome.check()
 
 
-def load_training(trainable: TrainableModel, folder: Path) -> dict[str, Any]:
-    """Restores a checkpoint into a model of any layout; returns its `state`. Collective over the world.
+def load_training(trainable: TrainableModel, folder: Path, others: Mapping[str, TrainableModel]) -> dict[str, Any]:
+    """Restores a checkpoint into models of any layout; returns its `state`. Collective over the world.
 
     Generators are restored where the world has as many ranks as the one that saved; elsewhere they stay as seeded.
 
@@ -80,8 +96,13 @@ def load_training(trainable: TrainableModel, folder: Path) -> dict[str, Any]:
         ConfigError: on every rank; not a training checkpoint, a damaged one, or one of another model.
     """
     state = _read_state(folder)
-    load_weights(trainable.model, folder)
-    read_optimizer(trainable, folder / OPTIMIZER_FOLDER)
+    missing = [name for name in others if not (folder / name).is_dir()]
+    raise_together(
+        f"{folder} has no {missing[0]}, which this run has: it is a checkpoint of another run." if missing else None
+    )
+    for place, model in {folder: trainable, **{folder / name: other for name, other in others.items()}}.items():
+        load_weights(model.model, place)
+        read_optimizer(model, place / OPTIMIZER_FOLDER)
     if len(list((folder / RNG_FOLDER).glob("rank-*.pt"))) == dist.get_world_size():
         _restore_generators(_read_generators(_rng_file(folder)))
     return state

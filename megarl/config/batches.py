@@ -15,31 +15,35 @@ class BatchPlan:
 
     layout: Layout
     prompts: int
-    """Prompts (for SFT: rows) of one step over all ranks."""
+    """Prompts (for SFT: rows, for reward models: pairs) of one step over all ranks."""
     samples_per_prompt: int
-    """1 for SFT."""
+    """1 where nothing is generated."""
     mini_batch_prompts: int
-    """Prompts (for SFT: rows) of one optimizer step over all ranks."""
+    """Prompts (or rows, or pairs) of one optimizer step over all ranks."""
     epochs: int
     """Times that each sample of a step is trained on."""
     max_sample_tokens: int
     """Tokens of the longest sample."""
     micro_batch_tokens: int
     """Tokens of one micro-batch on one data-parallel rank."""
-    is_sft: bool
+    together: int
+    """Sequences that are in one micro-batch: 2 for pairs."""
+    row: str | None
+    """What a row of the data is called where nothing is generated; None for RL."""
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> Self:
-        is_sft = config.trainer.kind == "sft"
+        row = {"sft": "row", "reward_model": "pair"}.get(config.trainer.kind)
         return cls(
             layout=layout,
             prompts=config.data.train_batch_size,
-            samples_per_prompt=1 if is_sft else config.rollout.n,
-            mini_batch_prompts=config.data.train_batch_size if is_sft else config.actor.ppo_mini_batch_size,
-            epochs=1 if is_sft else config.actor.ppo_epochs,
+            samples_per_prompt=1 if row else config.rollout.n,
+            mini_batch_prompts=config.data.train_batch_size if row else config.actor.ppo_mini_batch_size,
+            epochs=1 if row else config.actor.ppo_epochs,
             max_sample_tokens=config.data.max_prompt_length + config.data.max_response_length,
             micro_batch_tokens=config.actor.max_tokens_per_micro_batch,
-            is_sft=is_sft,
+            together=2 if row == "pair" else 1,
+            row=row,
         )
 
     @property
@@ -58,15 +62,16 @@ class BatchPlan:
             yield self._uneven_share(
                 "data.train_batch_size", self.prompts, _neighbours(self.prompts, self._prompt_multiple)
             )
-        if not self.is_sft:
+        if not self.row:
             yield from self._mini_batch_problems()
         padded = -(-self.max_sample_tokens // self._sample_multiple) * self._sample_multiple
-        if padded > self.micro_batch_tokens:
+        if padded * self.together > self.micro_batch_tokens:
             padding = f" (padded to {padded} for context parallelism)" if padded != self.max_sample_tokens else ""
+            pair = ", and the two of a pair stay together" if self.together > 1 else ""
             yield (
                 f"actor.max_tokens_per_micro_batch is {self.micro_batch_tokens} tokens, but one sample may have "
-                f"data.max_prompt_length + data.max_response_length = {self.max_sample_tokens} tokens{padding}: "
-                f"set it to at least {padded}."
+                f"data.max_prompt_length + data.max_response_length = {self.max_sample_tokens} tokens{padding}{pair}: "
+                f"set it to at least {padded * self.together}."
             )
 
     def describe(self) -> str:
@@ -77,8 +82,8 @@ class BatchPlan:
             f"at least {_count(self.micro_batch_tokens // self.max_sample_tokens, 'sample')} "
             f"of at most {self.max_sample_tokens} tokens"
         )
-        if self.is_sft:
-            return f"step: {_count(self.prompts, 'row')}, {share}, in one optimizer step\n{micro_batch}"
+        if self.row:
+            return f"step: {_count(self.prompts, self.row)}, {share}, in one optimizer step\n{micro_batch}"
         return (
             f"step: {_count(self.prompts, 'prompt')} × {_count(self.samples_per_prompt, 'sample')} = "
             f"{self.samples} samples, {share}\n"
@@ -116,9 +121,9 @@ class BatchPlan:
 
     def _uneven_share(self, key: str, prompts: int, nearest: list[int]) -> str:
         samples = prompts * self.samples_per_prompt
-        count = f"{prompts} rows" if self.is_sft else f"{prompts} prompts × rollout.n {self.samples_per_prompt}"
+        count = f"{prompts} {self.row}s" if self.row else f"{prompts} prompts × rollout.n {self.samples_per_prompt}"
         return (
-            f"{key}: {count}{'' if self.is_sft else f' = {samples} samples'} cannot be shared equally by "
+            f"{key}: {count}{'' if self.row else f' = {samples} samples'} cannot be shared equally by "
             f"{self.layout.dp} data-parallel ranks ({self.layout.describe()}): {_use(nearest)}."
         )
 

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import typing
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any
 
@@ -54,20 +54,26 @@ class Key:
         return describe_type(self.annotation)
 
 
-def config_keys(config_class: type, prefix: str = "") -> Iterator[Key]:
-    """Every key of a config dataclass and of the dataclasses in its fields, in the order they are written in."""
+def config_keys(config_class: type, prefix: str = "", defaults: Any = None) -> Iterator[Key]:
+    """Every key of a config dataclass and of the dataclasses in its fields, in the order they are written in.
+
+    Args:
+        defaults: an instance that holds the default values; that of the class itself if not given.
+    """
     hints, docs = typing.get_type_hints(config_class), field_docs(config_class)
+    defaults = config_class() if defaults is None else defaults
     for item in fields(config_class):
-        name, annotation = f"{prefix}{item.name}", hints[item.name]
+        name, annotation, default = f"{prefix}{item.name}", hints[item.name], getattr(defaults, item.name)
         if is_dataclass(annotation):
-            yield from config_keys(typing.cast(type, annotation), f"{name}.")
+            # A section may give another one's fields defaults of its own (critic.optim).
+            yield from config_keys(typing.cast(type, annotation), f"{name}.", default)
             continue
         yield Key(
             name=name,
             annotation=annotation,
             rules=item.metadata.get(_RULES, Rules()),
             doc=docs[item.name],
-            default=item.default if item.default_factory is MISSING else item.default_factory(),
+            default=default,
         )
 
 

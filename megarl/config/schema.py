@@ -7,8 +7,10 @@ Every field has a string under it that says what it is, in which unit, and why i
 from dataclasses import dataclass, field
 
 from megarl.config.fields import rules, setting
+from megarl.config.schema_algorithm import AlgorithmConfig
 from megarl.config.schema_inputs import DataConfig, ModelConfig, ParallelConfig
-from megarl.config.schema_learning import ActorConfig, AlgorithmConfig, OptimConfig
+from megarl.config.schema_learning import ActorConfig, CriticConfig, OptimConfig
+from megarl.config.schema_reward_model import RewardModelTrainingConfig
 
 LOGGERS = ("console", "tensorboard", "jsonl")
 
@@ -31,8 +33,10 @@ class ValSamplingConfig:
 class RolloutConfig:
     """The engine that generates, and how it samples."""
 
-    engine: str = setting("transformers", choices=("transformers", "sglang"))
-    """What generates: megarl's own loop over a transformers model (runs anywhere), or SGLang (GPUs; its own extra)."""
+    engine: str = setting("transformers", choices=("transformers", "sglang", "dataset"))
+    """What generates: megarl's own loop over a transformers model (runs anywhere), or SGLang (GPUs; its own extra);
+    with dataset nothing does in training: responses are those of `data.responses_key`, and the transformers engine
+    answers `data.val_files` where there are such."""
     n: int = setting(8, at_least=1)
     """Samples of each prompt, its group. grpo needs at least 2; the GRPO paper has 64."""
     temperature: float = setting(1.0, above=0)
@@ -70,6 +74,30 @@ class CustomRewardConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class RewardModelConfig:
+    """A reward model that scores responses (`AutoModelForSequenceClassification` with one label)."""
+
+    path: str | None = setting(None, local_path=True)
+    """Folder of the model, with its tokenizer; it is sharded as the actor is. null: none."""
+    weight: float = 1.0
+    """What its score is multiplied by before it is added to that of the graders (`reward.rule_weight`)."""
+    max_tokens_per_micro_batch: int | None = setting(None, at_least=1)
+    """Tokens of one forward pass on one data-parallel rank; null: the actor's."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OverlongConfig:
+    """Overlong shaping (DAPO, arXiv:2503.14476): responses near the limit lose reward."""
+
+    enable: bool = False
+    """Whether responses near the limit are penalised."""
+    len: int = setting(64, at_least=1)
+    """Tokens before `data.max_response_length` in which the penalty rises. verl's name; DAPO has 4,096 of 20,480."""
+    penalty_factor: float = setting(1.0, at_least=0)
+    """The penalty at the limit. verl's name and default."""
+
+
+@dataclass(kw_only=True, slots=True)
 class RewardConfig:
     """How responses are scored."""
 
@@ -81,6 +109,13 @@ class RewardConfig:
     """Seconds that one response may take to score."""
     failure_score: float = 0.0
     """Reward where scoring raised an error or took too long. Such responses are counted in the metrics."""
+    rule_weight: float = 1.0
+    """What the score of graders or of the reward function is multiplied by. 0: they are not run, which leaves the
+    reward model."""
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """A reward model."""
+    overlong_buffer: OverlongConfig = field(default_factory=OverlongConfig)
+    """A penalty on responses near the limit."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,8 +139,8 @@ class ObserveConfig:
 class TrainerConfig:
     """The loop: how long, where to, how often."""
 
-    kind: str = setting("rl", choices=("rl", "sft"))
-    """Which loop runs: reinforcement learning, or supervised fine-tuning."""
+    kind: str = setting("rl", choices=("rl", "sft", "reward_model"))
+    """Which loop runs: reinforcement learning, supervised fine-tuning, or training a reward model on preferences."""
     total_epochs: int = setting(1, at_least=1)
     """Passes over the training files."""
     total_training_steps: int | None = setting(None, at_least=1)
@@ -129,6 +164,13 @@ class TrainerConfig:
     """Folder that every rollout is written to, for `rollout.replay_dir`; null: not written. verl's name."""
     validation_data_dir: str | None = setting(None, local_path=True)
     """Folder for the generations of evaluations, as JSONL; null: `validation` in `default_local_dir`. verl's name."""
+    critic_warmup: int = setting(0, at_least=0)
+    """Steps at the beginning in which only the critic learns. verl's name and default."""
+    early_stopping_patience: int | None = setting(None, at_least=1)
+    """Evaluations (`test_freq`) without a lower validation loss after which a run that is not RL ends; null: it goes on
+    to its last step."""
+    early_stopping_min_delta: float = setting(0.0, at_least=0)
+    """How much lower than the lowest so far a validation loss has to be to count."""
     seed: int = 1
     """Seed of everything random: sampling, the order of data, new weights."""
 
@@ -141,10 +183,12 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    reward_model: RewardModelTrainingConfig = field(default_factory=RewardModelTrainingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -20,16 +20,30 @@ class DataConfig:
     """SFT: column with the response to the prompt, where rows are prompt and response. verl's name."""
     messages_key: str = "messages"
     """SFT: column with a whole conversation; used where the files have it. verl's name."""
+    chosen_key: str = "chosen"
+    """Pairs: column with the preferred response, text or chat messages. TRL's name."""
+    rejected_key: str = "rejected"
+    """Pairs: column with the other response, in the same form. TRL's name."""
+    margin_key: str = "margin"
+    """Pairs: column with how much better the preferred one is, a number; used where the files have it. TRL's name."""
+    responses_key: str = "responses"
+    """Column with the responses of `rollout.engine: dataset`: a list of texts, or of lists of token ids."""
+    rewards_key: str = "response_rewards"
+    """Column with a reward for each of these responses; used where the files have it, else they are scored."""
+    logprobs_key: str = "response_logprobs"
+    """Column with a log-prob for each token of these responses, of the policy that wrote them; used where the files
+    have it, and needed by `algorithm.rollout_correction`."""
     train_batch_size: int = setting(256, at_least=1)
-    """Prompts of one step over all ranks; for SFT, rows of one optimizer step. verl's default is 1,024, made for runs
-    on many GPUs."""
+    """Prompts of one step over all ranks; for SFT rows, and for reward models pairs, of one optimizer step. verl's
+    default is 1,024, made for runs on many GPUs."""
     max_prompt_length: int = setting(512, at_least=1)
     """Longest prompt in tokens, with the chat template. verl's default."""
     max_response_length: int = setting(512, at_least=1)
     """Longest response in tokens: generation stops here. SFT rows may have the sum of both lengths. verl's default."""
     truncation: str = setting("filter", choices=("filter", "truncate_left", "error"))
     """What happens to longer prompts: left out and counted, cut at their beginning, or refused. Filtering is the
-    default because a cut prompt asks another question than its reward checks."""
+    default because a cut prompt asks another question than its reward checks. Longer responses of a dataset are cut at
+    their end instead, where generation would have stopped."""
     shuffle: bool = True
     """Whether each epoch draws the rows in a new random order."""
     seed: int | None = None

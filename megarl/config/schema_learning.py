@@ -1,4 +1,4 @@
-"""How the model learns: the `actor`, `algorithm` and `optim` sections."""
+"""How the model learns: the `actor`, `critic` and `optim` sections."""
 
 from dataclasses import dataclass, field
 
@@ -13,6 +13,12 @@ LOSS_AGG_MODES = (
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
+
+
+POLICY_LOSSES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "reinforce", "kl_cov", "clip_cov")
+
+SEQUENCE_LOSSES = ("gspo", "sapo", "gmpo")
+"""Losses that are defined as a mean over rows of means over tokens."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,8 +37,9 @@ class ActorConfig:
     """Whether samples whose advantage is exactly 0 (all samples of the prompt scored the same) are left out of the
     update. They cannot move the weights, so the result is the same and the time is saved; metrics of the update are
     then over the other samples. Without effect where `use_kl_loss` or `entropy_coeff` give them a gradient."""
-    policy_loss: str = setting("ppo", choices=("ppo",))
-    """Loss of a token: ppo is the clipped surrogate with dual clip (arXiv:1707.06347, arXiv:1912.09729)."""
+    policy_loss: str = setting("ppo", choices=POLICY_LOSSES)
+    """Loss of a token: ppo is the clipped surrogate with dual clip (arXiv:1707.06347, arXiv:1912.09729);
+    docs/algorithms.md says what the others are and when to use them."""
     clip_ratio_low: float = setting(0.2, above=0, at_most=1)
     """How far the probability ratio may fall below 1 before its gradient stops (arXiv:1707.06347)."""
     clip_ratio_high: float = setting(0.2, above=0)
@@ -40,9 +47,25 @@ class ActorConfig:
     (arXiv:2503.14476)."""
     clip_ratio_c: float = setting(3.0, above=1)
     """Dual clip: for a negative advantage the loss stops growing at this ratio (arXiv:1912.09729)."""
-    loss_agg_mode: str = setting("token-mean", choices=LOSS_AGG_MODES)
+    tau_pos: float = setting(1.0, above=0)
+    """sapo: temperature of the gate for positive advantages (arXiv:2511.20347)."""
+    tau_neg: float = setting(1.05, above=0)
+    """sapo: temperature for negative advantages."""
+    kl_cov_ratio: float = setting(0.0002, above=0, at_most=1)
+    """kl_cov: share of the tokens of a mini-batch, those of largest covariance, that are penalised (arXiv:2505.22617).
+    verl's name and default."""
+    ppo_kl_coef: float = setting(1.0, at_least=0)
+    """kl_cov: weight of the penalty. verl's name and default."""
+    clip_cov_ratio: float = setting(0.0002, above=0, at_most=1)
+    """clip_cov: share of the tokens that lose their gradient (arXiv:2505.22617). verl's name and default."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: smallest covariance of these tokens. verl's name and default."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: largest covariance of these tokens. verl's name and default."""
+    loss_agg_mode: str | None = setting(None, choices=LOSS_AGG_MODES)
     """How token losses become one number, over the global mini-batch. token-mean is DAPO's (arXiv:2503.14476),
-    seq-mean-token-mean the GRPO paper's, seq-mean-token-sum-norm Dr.GRPO's (arXiv:2503.20783)."""
+    seq-mean-token-mean the GRPO paper's, seq-mean-token-sum-norm Dr.GRPO's (arXiv:2503.20783). null: token-mean, and
+    for gspo, sapo and gmpo, which are defined by it, seq-mean-token-mean."""
     loss_scale_factor: float | None = setting(None, above=0)
     """Divisor of a sample's summed loss in seq-mean-token-sum-norm, in tokens; null: `data.max_response_length`."""
     entropy_coeff: float = setting(0.0, at_least=0)
@@ -56,16 +79,10 @@ class ActorConfig:
     """Estimator of the KL divergence of a token (joschu.net/blog/kl-approx.html): k1, k2, k3 (also called low_var_kl)
     or abs; with + the value is kept and the gradient is the unbiased one, k2's."""
 
-
-@dataclass(kw_only=True, slots=True)
-class AlgorithmConfig:
-    """From rewards to advantages."""
-
-    adv_estimator: str = setting("grpo", choices=("grpo",))
-    """Advantage of a sample: grpo compares it with the other samples of its prompt (arXiv:2402.03300)."""
-    norm_adv_by_std: bool = True
-    """Whether grpo divides by the standard deviation of the group; false is Dr.GRPO (arXiv:2503.20783). verl's
-    norm_adv_by_std_in_grpo."""
+    @property
+    def aggregation(self) -> str:
+        """`loss_agg_mode`, or what the policy loss has where it is null."""
+        return self.loss_agg_mode or ("seq-mean-token-mean" if self.policy_loss in SEQUENCE_LOSSES else "token-mean")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,9 +92,14 @@ class OptimConfig:
     lr: float = setting(1e-6, above=0)
     """Highest learning rate. verl's default for RL; SFT wants about 1e-5."""
     min_lr: float = setting(0.0, at_least=0)
-    """Learning rate at the end of a linear or cosine decay."""
-    lr_decay_style: str = setting("constant", choices=("constant", "linear", "cosine"))
-    """Course of the learning rate after warm-up, over the optimizer steps of the run. Megatron's and verl's name."""
+    """Learning rate at the end of a decay."""
+    lr_decay_style: str = setting("constant", choices=("constant", "linear", "cosine", "wsd"))
+    """Course of the learning rate after warm-up, over the optimizer steps of the run; wsd is constant up to a decay at
+    the end (warmup-stable-decay, arXiv:2404.06395). Megatron's and verl's name."""
+    lr_wsd_decay_style: str = setting("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    """With wsd: course of the decay; minus_sqrt is that of arXiv:2405.18392. Megatron's name and default."""
+    lr_wsd_decay_steps: int | None = setting(None, at_least=1)
+    """With wsd: optimizer steps of the decay; null: a tenth of the run's. Megatron's name, in steps."""
     lr_warmup_steps: int = setting(0, at_least=0)
     """Optimizer steps in which the learning rate rises from 0."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999], metadata=rules(at_least=0, at_most=1))
@@ -88,3 +110,24 @@ class OptimConfig:
     """Decoupled weight decay, on matrices only. verl's default."""
     clip_grad: float = setting(1.0, above=0)
     """Largest norm of the gradient over all weights; a larger gradient is scaled down to it (arXiv:1211.5063)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CriticConfig:
+    """The value model of `algorithm.adv_estimator: gae`, sharded as the actor is. Other estimators have none."""
+
+    path: str | None = setting(None, local_path=True)
+    """Folder of a Hugging Face model that the critic starts from: a language model, a reward model or a critic that
+    was exported; null: `model.path`. A head that it does not bring starts at 0."""
+    max_tokens_per_micro_batch: int | None = setting(None, at_least=1)
+    """Tokens of one forward and backward pass on one data-parallel rank; null: the actor's."""
+    ppo_epochs: int = setting(1, at_least=1)
+    """Times that the critic is trained on each sample. verl's name."""
+    cliprange_value: float = setting(0.5, above=0)
+    """How far a value may move from the one before the update and still lower the loss (arXiv:1707.06347). verl's name
+    and default."""
+    loss_agg_mode: str = setting("token-mean", choices=LOSS_AGG_MODES)
+    """How the losses of tokens become one number, as `actor.loss_agg_mode`."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    """The critic's own optimizer. Its learning rate is verl's default, ten times the actor's: values have to follow
+    the policy."""

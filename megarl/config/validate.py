@@ -12,6 +12,12 @@ from megarl.config.errors import ConfigError
 from megarl.config.fields import Key, config_keys
 from megarl.config.model_shape import ModelShape
 from megarl.config.schema import RunConfig
+from megarl.config.schema_learning import OptimConfig
+from megarl.config.validate_rl import rl_problems
+from megarl.config.validate_supervised import SUPERVISED_KINDS, supervised_problems
+
+EXTENSIBLE = ("algorithm.adv_estimator", "actor.policy_loss")
+"""Names that files of `algorithm.plugins` add to."""
 
 
 def validate(config: RunConfig, world_size: int) -> list[str]:
@@ -30,10 +36,12 @@ def validate(config: RunConfig, world_size: int) -> list[str]:
     problems += _length_problems(config, model)
     problems += _parallel_switch_problems(config)
     problems += _trainer_problems(config)
-    problems += _optim_problems(config)
-    if config.trainer.kind != "sft":  # also where the kind itself is wrong: the rest should be reported with it
-        problems += _rollout_problems(config, world_size, model)
-        problems += _loss_problems(config)
+    problems += _optim_problems("optim", config.optim)
+    problems += _optim_problems("critic.optim", config.critic.optim)
+    problems += supervised_problems(config, layout)
+    # Also where the kind itself is wrong: the rest should be reported with it.
+    if config.trainer.kind not in SUPERVISED_KINDS:
+        problems += rl_problems(config, layout, model)
     problems += _file_problems(config)
     return problems
 
@@ -59,6 +67,8 @@ def _value_problems(config: RunConfig) -> Iterator[str]:
     """Values that their own field does not allow."""
     values = OmegaConf.structured(config)
     for key in config_keys(RunConfig):
+        if key.name in EXTENSIBLE and config.algorithm.plugins:
+            continue  # what the files register is known when they are imported
         value = OmegaConf.select(values, key.name)
         for item in value if OmegaConf.is_list(value) else [value]:
             if item is not None and (rule := _broken_rule(key, item)):
@@ -110,47 +120,22 @@ def _parallel_switch_problems(config: RunConfig) -> Iterator[str]:
                 yield f"parallel.overlap_param_gather is true, but needs parallel.{name}: set both or neither."
 
 
-def _rollout_problems(config: RunConfig, world_size: int, model: ModelShape | None) -> Iterator[str]:
-    rollout, size = config.rollout, config.rollout.tensor_model_parallel_size
-    key = "rollout.tensor_model_parallel_size"
-    if config.algorithm.adv_estimator == "grpo" and rollout.n == 1:
-        yield "algorithm.adv_estimator grpo compares the samples of a prompt, but rollout.n is 1: set it to at least 2."
-    if rollout.val_kwargs.temperature == 0 and rollout.val_kwargs.n > 1:
-        yield (
-            f"rollout.val_kwargs.n is {rollout.val_kwargs.n}, but with rollout.val_kwargs.temperature 0 all samples of "
-            "a prompt are the same: set n to 1, or raise the temperature."
-        )
-    if 0 in (rollout.top_k, rollout.val_kwargs.top_k):
-        yield "rollout.top_k and rollout.val_kwargs.top_k cannot be 0: write -1 to sample from all tokens."
-    if rollout.engine == "transformers" and size > 1:
-        yield f"{key} is {size}, but the transformers engine holds the whole model on each rank: set it to 1."
-    elif size >= 1 and world_size % size:
-        yield f"{key} is {size}, which does not divide the world size {world_size}: choose a divisor of it."
-    elif size >= 1 and model is not None and model.num_heads % size:
-        yield f"{key} is {size}, which does not divide the model's {model.num_heads} attention heads: choose a divisor."
-
-
-def _loss_problems(config: RunConfig) -> Iterator[str]:
-    actor = config.actor
-    if actor.use_kl_loss and actor.kl_loss_coef == 0:
-        yield "actor.use_kl_loss is true, but actor.kl_loss_coef is 0: set use_kl_loss to false, or give it a weight."
-    if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
-        yield (
-            f"actor.loss_scale_factor is {actor.loss_scale_factor}, but actor.loss_agg_mode {actor.loss_agg_mode} does "
-            "not use it: leave it out, or choose seq-mean-token-sum-norm."
-        )
-
-
-def _optim_problems(config: RunConfig) -> Iterator[str]:
-    optim = config.optim
+def _optim_problems(section: str, optim: OptimConfig) -> Iterator[str]:
     if len(optim.betas) != 2:
-        yield f"optim.betas has {len(optim.betas)} numbers, but AdamW has two, e.g. [0.9, 0.95]."
+        yield f"{section}.betas has {len(optim.betas)} numbers, but AdamW has two, e.g. [0.9, 0.95]."
     if optim.min_lr > optim.lr:
-        yield f"optim.min_lr {optim.min_lr} is above optim.lr {optim.lr}: the learning rate cannot decay upwards."
+        yield (
+            f"{section}.min_lr {optim.min_lr} is above {section}.lr {optim.lr}: the learning rate cannot decay upwards."
+        )
     if optim.min_lr > 0 and optim.lr_decay_style == "constant":
         yield (
-            f"optim.min_lr is {optim.min_lr}, but optim.lr_decay_style constant never decays to it: leave it out, "
-            "or choose linear or cosine."
+            f"{section}.min_lr is {optim.min_lr}, but {section}.lr_decay_style constant never decays to it: leave it "
+            "out, or choose linear, cosine or wsd."
+        )
+    if optim.lr_wsd_decay_steps is not None and optim.lr_decay_style != "wsd":
+        yield (
+            f"{section}.lr_wsd_decay_steps is {optim.lr_wsd_decay_steps}, but {section}.lr_decay_style is "
+            f"{optim.lr_decay_style}: leave it out, or choose wsd."
         )
 
 
@@ -180,6 +165,10 @@ def _file_problems(config: RunConfig) -> Iterator[str]:
     yield from _missing("data.val_files", config.data.val_files)
     yield from _missing("rollout.replay_dir", [replay])
     yield from _missing("reward.custom.path", [config.reward.custom.path])
+    yield from _missing("reward.model.path", [config.reward.model.path])
+    yield from _missing("critic.path", [config.critic.path])
+    yield from _missing("reward_model.teacher", [config.reward_model.teacher])
+    yield from _missing("algorithm.plugins", config.algorithm.plugins)
     yield from _missing("trainer.resume_from_path", [config.trainer.resume_from_path])
 
 

@@ -3,6 +3,7 @@
 - `prompts`: `PromptDataset`, rows in verl's columns as `Prompt`s (`sample`); `sft`: `SftDataset`, conversations with a
   loss mask (`turns`). Both read `parquet` files lazily, speak through the model's chat template (`chat`), and have one
   rule for what is too long (`lengths`).
+- `responses`: `OfflineResponses`, prompts whose responses the files have too (`response_rows`).
 - `sampler`: `PromptSampler`, which rows each step takes; its state can be saved.
 - `packing` turns ragged sequences into `[1, tokens]` micro-batches with `cu_seqlens`, in the order that tensor, context
   and pipeline parallelism need.

@@ -98,24 +98,27 @@ class ChatTokenizer:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-def load_chat_tokenizer(path: str | Path) -> ChatTokenizer:
-    """The tokenizer of a Hugging Face folder (`model.path`); nothing is downloaded.
+def load_chat_tokenizer(path: str | Path, key: str = "model.path") -> ChatTokenizer:
+    """The tokenizer of a Hugging Face folder; nothing is downloaded.
+
+    Args:
+        key: of the config that names the folder, for errors.
 
     Raises:
         ConfigError: no tokenizer there, no chat template, no end token, or more tokens than the model has.
     """
-    folder = Path(path)
-    tokenizer = _load_tokenizer(folder)
+    folder, where = Path(path), f"{key} {path}"
+    tokenizer = _load_tokenizer(folder, where)
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"model.path {folder}: its tokenizer has no chat template; copy chat_template.jinja into the folder from "
+            f"{where}: its tokenizer has no chat template; copy chat_template.jinja into the folder from "
             "the model's chat version, or write one."
         )
-    _check_vocabulary(folder, tokenizer)
+    _check_vocabulary(folder, tokenizer, where)
     return ChatTokenizer(
         path=str(folder),
         tokenizer=tokenizer,
-        end_token_ids=_end_token_ids(folder, tokenizer),
+        end_token_ids=_end_token_ids(folder, tokenizer, where),
         adds_bos=_adds_bos(tokenizer),
     )
 
@@ -163,35 +166,35 @@ def read_messages(value: Any) -> list[Message]:
     return messages
 
 
-def _load_tokenizer(folder: Path) -> transformers.PreTrainedTokenizerBase:
+def _load_tokenizer(folder: Path, where: str) -> transformers.PreTrainedTokenizerBase:
     if not folder.is_dir():
-        raise ConfigError(f"model.path {folder} is not a folder.")
+        raise ConfigError(f"{where} is not a folder.")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # every backend has errors of its own for a missing or broken file
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"model.path {folder}: its tokenizer cannot be loaded ({reason}); copy tokenizer.json and "
+            f"{where}: its tokenizer cannot be loaded ({reason}); copy tokenizer.json and "
             "tokenizer_config.json of the model into the folder."
         ) from error
     # transformers makes an empty tokenizer of some classes (Qwen2Tokenizer) where the files are missing.
     names = sorted(set(tokenizer.vocab_files_names.values()))
     if not any((folder / name).exists() for name in names):
-        raise ConfigError(f"model.path {folder} has no tokenizer (none of {', '.join(names)}): copy it from the model.")
+        raise ConfigError(f"{where} has no tokenizer (none of {', '.join(names)}): copy it from the model.")
     return tokenizer
 
 
-def _check_vocabulary(folder: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+def _check_vocabulary(folder: Path, tokenizer: transformers.PreTrainedTokenizerBase, where: str) -> None:
     size = ModelShape.from_hf(folder).vocab_size
     largest = max(tokenizer.get_vocab().values())
     if largest >= size:
         raise ConfigError(
-            f"model.path {folder}: its tokenizer has token ids up to {largest}, but the model's vocabulary "
+            f"{where}: its tokenizer has token ids up to {largest}, but the model's vocabulary "
             f"(vocab_size in config.json) ends at {size - 1}: use the tokenizer that belongs to the model."
         )
 
 
-def _end_token_ids(folder: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> tuple[int, ...]:
+def _end_token_ids(folder: Path, tokenizer: transformers.PreTrainedTokenizerBase, where: str) -> tuple[int, ...]:
     ids = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     file = folder / "generation_config.json"
     if file.exists():
@@ -202,7 +205,7 @@ def _end_token_ids(folder: Path, tokenizer: transformers.PreTrainedTokenizerBase
         ids |= set(more) if isinstance(more, list) else set() if more is None else {more}
     if not ids:
         raise ConfigError(
-            f"model.path {folder}: its tokenizer has no end token, so no response would end; set eos_token in "
+            f"{where}: its tokenizer has no end token, so no response would end; set eos_token in "
             "tokenizer_config.json, or eos_token_id in generation_config.json."
         )
     return tuple(sorted(ids))

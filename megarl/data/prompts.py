@@ -53,6 +53,11 @@ class PromptDataset:
         return self._usable.lengths
 
     @property
+    def row_numbers(self) -> np.ndarray:
+        """The row over all files that each prompt is, int64 [len(self)]."""
+        return self._usable.rows
+
+    @property
     def sources(self) -> frozenset[tuple[str, str | None]]:
         """(`data_source`, `reward_model.style`) of all rows: what their graders are chosen by."""
         return frozenset(self._sources)

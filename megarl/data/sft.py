@@ -10,6 +10,7 @@ import numpy as np
 
 from megarl.config.schema_inputs import DataConfig
 from megarl.data.chat import ChatTokenizer, Message, UnusableMessages, in_column, read_messages
+from megarl.data.encoded import Encoded, EncodedRows
 from megarl.data.lengths import LengthRule, Progress, usable_rows
 from megarl.data.parquet import CHAT_TYPE, Column, ParquetRows, is_chat, is_text, read_schema
 from megarl.data.turns import TurnMasker
@@ -28,7 +29,7 @@ class SftExample:
 
 
 class SftDataset:
-    """The usable rows of SFT files, numbered from 0. Text stays in the files until a row is drawn.
+    """The usable rows of SFT files, numbered from 0. Each is tokenised once, as far as there is room (`encoded`).
 
     Rows are whole conversations (`data.messages_key`, where the first file has that column), of which every assistant
     turn is learned; or a prompt, text or messages (`data.prompt_key`), with the text of its response
@@ -58,6 +59,7 @@ class SftDataset:
             truncation=config.truncation,
             keys="data.max_prompt_length + data.max_response_length",
         )
+        self._encoded = EncodedRows()
         self._usable = usable_rows(self._rows, self._count_tokens, self._rule, progress)
 
     def __len__(self) -> int:
@@ -74,29 +76,39 @@ class SftDataset:
     def examples(self, indices: Sequence[int]) -> list[SftExample]:
         """Examples by their numbers among the usable rows. One call for a batch is faster than a call for each."""
         numbers = self._usable.rows[list(indices)].tolist()
-        return [self._example(number, row) for number, row in zip(numbers, self._rows.read(numbers), strict=True)]
+        to_read = [number for number in numbers if number not in self._encoded]
+        read = dict(zip(to_read, self._rows.read(to_read), strict=True))
+        return [
+            self._example(number, self._encode(number, read[number]) if number in read else self._encoded[number])
+            for number in numbers
+        ]
 
     def description(self) -> str:
         """How many rows are used, how many are left out and why; for rank 0 to print."""
         return f"{', '.join(self._rows.files)}: {self._usable.description()}."
 
-    def _example(self, number: int, row: dict[str, Any]) -> SftExample:
-        ids, mask = self._encode(number, row)
+    def _example(self, number: int, encoded: Encoded) -> SftExample:
+        ids, mask = encoded
         kept = self._chat.last_positions(ids, self._rule.max_tokens)
         return SftExample(row=number, token_ids=[ids[i] for i in kept], loss_mask=[mask[i] for i in kept])
 
     def _count_tokens(self, first: int, rows: list[dict[str, Any]]) -> list[int]:
-        return [len(self._encode(first + offset, row)[0]) for offset, row in enumerate(rows)]
+        lengths = []
+        for number, row in enumerate(rows, first):
+            encoded = self._encode(number, row)
+            self._encoded.add(number, encoded)
+            lengths.append(len(encoded[0]))
+        return lengths
 
-    def _encode(self, number: int, row: dict[str, Any]) -> tuple[list[int], list[int]]:
+    def _encode(self, number: int, row: dict[str, Any]) -> Encoded:
         where = self._rows.where(number)
         if self._has_messages:
             with in_column(where, self._keys.messages_key):
                 return self._masker.encode(read_messages(row[self._keys.messages_key]))
         with in_column(where, self._keys.prompt_key):
-            prompt = _prompt_messages(row[self._keys.prompt_key])
+            prompt = prompt_messages(row[self._keys.prompt_key])
         with in_column(where, self._keys.response_key):
-            response = {"role": "assistant", "content": _text(row[self._keys.response_key])}
+            response = {"role": "assistant", "content": filled_text(row[self._keys.response_key])}
             return self._masker.encode([*prompt, response], learn_from=len(prompt))
 
 
@@ -109,13 +121,23 @@ def _columns(config: DataConfig, *, has_messages: bool) -> list[Column]:
     return [prompt, Column(name=config.response_key, accepts=is_text, expected="text")]
 
 
-def _prompt_messages(value: Any) -> list[Message]:
+def prompt_messages(value: Any) -> list[Message]:
+    """A prompt, text or messages, as messages.
+
+    Raises:
+        UnusableMessages: it has none, or no text.
+    """
     if isinstance(value, str):
-        return [{"role": "user", "content": _text(value)}]
+        return [{"role": "user", "content": filled_text(value)}]
     return read_messages(value)
 
 
-def _text(value: str | None) -> str:
+def filled_text(value: str | None) -> str:
+    """A text that has one.
+
+    Raises:
+        UnusableMessages: it is null, or nothing but blanks.
+    """
     if value is None or not value.strip():
         raise UnusableMessages("is null" if value is None else "is empty")
     return value

@@ -18,6 +18,9 @@ from megarl.data.packing import PackedBatch
 from megarl.models.build import MegatronModel
 from megarl.models.pipeline import OutputFunction, run_pipeline
 
+_WSD_DECAY_SHARE = 10
+"""A tenth of the run decays, where no number of steps is given (arXiv:2404.06395, section 4.3)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
@@ -126,14 +129,19 @@ def learning_rate_schedule(
 
     Before, not after: the first step then has the rate of the first step of warm-up and not 0.
     """
+    steps = max(total_steps, config.lr_warmup_steps + 1)
+    decay = config.lr_wsd_decay_steps or max(steps // _WSD_DECAY_SHARE, 1)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,
         min_lr=config.min_lr,
         lr_warmup_steps=config.lr_warmup_steps,
-        lr_decay_steps=max(total_steps, config.lr_warmup_steps + 1),
-        lr_decay_style=config.lr_decay_style,
+        lr_decay_steps=steps,
+        lr_decay_style="WSD" if config.lr_decay_style == "wsd" else config.lr_decay_style,
+        # A decay that reached into the warm-up would begin below the highest rate.
+        wsd_decay_steps=min(decay, steps - config.lr_warmup_steps),
+        lr_wsd_decay_style=config.lr_wsd_decay_style,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
         wd_incr_steps=0,

@@ -14,6 +14,8 @@ from pathlib import Path
 from megarl.config.errors import ConfigError
 from megarl.data.sample import Prompt, Sample
 
+_RANK_FILES = "rank-*.jsonl"
+
 
 class RolloutDump:
     """Writes the samples of this rank (`trainer.rollout_data_dir`)."""
@@ -40,7 +42,7 @@ class RolloutReplay:
     def __init__(self, folder: str | Path) -> None:
         """Raises ConfigError where there are no dumps."""
         self._folder = Path(folder)
-        if not any(self._folder.glob("step-*/rank-*.jsonl")):
+        if not dumped_steps(self._folder):
             raise ConfigError(
                 f"rollout.replay_dir {folder} has no rollouts (step-*/rank-*.jsonl); an earlier run writes them with "
                 "trainer.rollout_data_dir."
@@ -52,17 +54,36 @@ class RolloutReplay:
         Raises:
             ConfigError: the step is not there, or a line is not a sample.
         """
-        folder = _step_folder(self._folder, step)
-        files = sorted(folder.glob("rank-*.jsonl"))
-        if not files:
+        if not any(_step_folder(self._folder, step).glob(_RANK_FILES)):
+            folder = _step_folder(self._folder, step)
             raise ConfigError(f"rollout.replay_dir: {folder} has no rollouts; the dump ends before step {step}.")
-        samples = []
-        for path in files:
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        return read_step(self._folder, step, groups)
+
+
+def dumped_steps(folder: str | Path) -> list[int]:
+    """The steps that a folder has rollouts of, ascending."""
+    names = {path.parent.name.removeprefix("step-") for path in Path(folder).glob(f"step-*/{_RANK_FILES}")}
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def read_step(folder: str | Path, step: int, groups: Collection[int] | None = None) -> list[Sample]:
+    """The samples of a step, ordered by group and index.
+
+    Args:
+        groups: whose samples are wanted; None: all.
+
+    Raises:
+        ConfigError: a line is not a sample.
+    """
+    samples = []
+    for path in sorted(_step_folder(Path(folder), step).glob(_RANK_FILES)):
+        # By line feeds alone: str.splitlines would also split at U+2028 and the like, which JSON leaves in texts.
+        with path.open(encoding="utf-8", newline="\n") as file:
+            for number, line in enumerate(file, 1):
                 sample = _parse(path, number, line)
-                if sample.group in groups:
+                if groups is None or sample.group in groups:
                     samples.append(sample)
-        return sorted(samples, key=lambda sample: (sample.group, sample.index))
+    return sorted(samples, key=lambda sample: (sample.group, sample.index))
 
 
 def _step_folder(folder: Path, step: int) -> Path:

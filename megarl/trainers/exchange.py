@@ -6,7 +6,7 @@ rank, which is a few bytes a sample; from them each rank computes the same assig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -18,6 +18,9 @@ from megarl.config import ModelShape
 from megarl.data.sample import Sample
 from megarl.parallel.balance import partition, sequence_flops
 from megarl.parallel.groups import Groups
+
+_COLUMNS = 9
+"""Numbers of a sample that every run has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +45,8 @@ class SampleTable:
     score: numpy.ndarray
     """float64"""
     group: numpy.ndarray
+    parts: dict[str, numpy.ndarray]
+    """Further rewards by name, float64."""
 
     @property
     def size(self) -> int:
@@ -68,18 +73,26 @@ class TrainingSample:
     """float32 [response]"""
 
 
-def share_numbers(samples: Sequence[Sample], groups: int, samples_per_prompt: int) -> SampleTable:
+def share_numbers(
+    samples: Sequence[Sample],
+    groups: int,
+    samples_per_prompt: int,
+    part: Callable[[Sample, str], float] = lambda sample, name: sample.rewards[name],
+    part_names: Sequence[str] = (),
+) -> SampleTable:
     """Makes the numbers of all samples known everywhere. Collective over the world.
 
     Args:
         samples: those of this rank; ranks without any take part too.
         groups: prompts of the step, over all ranks.
+        part: a sample's reward of a name.
+        part_names: the rewards that are wanted beside the score.
 
     Raises:
         RuntimeError: a sample is held by no rank, or by two.
     """
     size = groups * samples_per_prompt
-    rows = torch.zeros(size, 9, dtype=torch.float64)
+    rows = torch.zeros(size, _COLUMNS + len(part_names), dtype=torch.float64)
     for sample in samples:
         rows[sample.group * samples_per_prompt + sample.index] = torch.tensor(
             [
@@ -92,6 +105,7 @@ def share_numbers(samples: Sequence[Sample], groups: int, samples_per_prompt: in
                 sample.reward_failure is not None,
                 sample.rewards["score"],
                 sample.group,
+                *(part(sample, name) for name in part_names),
             ],
             dtype=torch.float64,
         )
@@ -113,6 +127,7 @@ def share_numbers(samples: Sequence[Sample], groups: int, samples_per_prompt: in
         failed=table[:, 6] > 0,
         score=table[:, 7],
         group=whole(8),
+        parts={name: table[:, _COLUMNS + place] for place, name in enumerate(part_names)},
     )
 
 

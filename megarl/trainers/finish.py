@@ -15,18 +15,24 @@ from megarl.weights.export_hf import save_hf
 EXPORT_NAME = "hf"
 
 
-def export_final(model: MegatronModel, config: RunConfig) -> Path:
-    """Writes the model to `hf` in `trainer.default_local_dir`; one of an earlier run is replaced when it is whole.
+def export_final(
+    model: MegatronModel, config: RunConfig, *, name: str = EXPORT_NAME, source_folder: str | Path | None = None
+) -> Path:
+    """Writes the model into `trainer.default_local_dir`; one of an earlier run is replaced when it is whole.
 
     Collective over the world.
+
+    Args:
+        name: of the folder, where a run has several models.
+        source_folder: what the model was made from, which gives config.json and tokenizer; `model.path` if not given.
     """
-    target = Path(config.trainer.default_local_dir, EXPORT_NAME)
+    target = Path(config.trainer.default_local_dir, name)
     new = target.with_name(f"{target.name}-new")
     if dist.get_rank() == 0:
         shutil.rmtree(new, ignore_errors=True)
     dist.barrier()
     with publish(new) as folder:
-        save_hf(model, folder, source_folder=config.model.path)
+        save_hf(model, folder, source_folder=source_folder or config.model.path)
     if dist.get_rank() == 0:
         shutil.rmtree(target, ignore_errors=True)
         new.rename(target)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -10,7 +11,12 @@ import numpy
 from megarl.data.chat import ChatTokenizer
 from megarl.data.sample import Prompt, Sample
 from megarl.rewards.manager import RewardManager
+from megarl.rewards.outcome import SCORE
 from megarl.rollout.engine import Engine, Request, SamplingParams
+from megarl.trainers.judge import Judge
+
+RULE, MODEL = "rule", "model"
+"""Names of rewards beside `score`: its two parts, where a reward model judges too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,14 +38,30 @@ def share_of(prompts: int, engines: int, engine: int) -> range:
 class Generator:
     """Generates and scores on this rank."""
 
-    def __init__(self, engine: Engine, rewards: RewardManager, chat: ChatTokenizer, *, seed: int) -> None:
+    def __init__(
+        self,
+        engine: Engine | None,
+        rewards: RewardManager | None,
+        chat: ChatTokenizer,
+        *,
+        seed: int,
+        judge: Judge | None = None,
+        rule_weight: float = 1.0,
+        judge_weight: float = 1.0,
+    ) -> None:
+        """A score is `rule_weight` · that of graders (`rewards`) + `judge_weight` · that of the reward model (`judge`).
+
+        One of the two may be None, and then adds nothing. Without an engine there is `score` alone.
+        """
         self.engine = engine
-        self.rewards = rewards
+        self._rewards = rewards
         self._chat = chat
         self._seed = seed
+        self._judge = judge
+        self._rule_weight, self._judge_weight = rule_weight, judge_weight
 
     def run(self, prompts: Sequence[tuple[int, Prompt]], sampling: Sampling, *, draw: int) -> list[Sample]:
-        """Responses to this rank's prompts, scored.
+        """Responses to this rank's prompts, scored. Collective over the world where there is a reward model.
 
         Args:
             prompts: (group, prompt): the group is the prompt's place among those of all ranks.
@@ -49,24 +71,54 @@ class Generator:
         Returns:
             All samples, ordered by group and index.
         """
+        assert self.engine is not None
         by_group = dict(prompts)
-        for response in self.engine.generate(
-            [self._request(group, prompt, sampling, draw) for group, prompt in prompts]
-        ):
-            self.rewards.submit(
-                Sample(
-                    prompt=by_group[response.request_id],
-                    group=response.request_id,
-                    index=response.index,
-                    response_ids=response.token_ids,
-                    response_mask=[1] * len(response.token_ids),
-                    rollout_logprobs=response.logprobs,
-                    finish_reason=str(response.finish_reason),
-                    weight_version=response.weight_version,
-                    response_text=self._chat.decode(response.token_ids),
-                )
+        requests = [self._request(group, prompt, sampling, draw) for group, prompt in prompts]
+        return self.score(
+            Sample(
+                prompt=by_group[response.request_id],
+                group=response.request_id,
+                index=response.index,
+                response_ids=response.token_ids,
+                response_mask=[1] * len(response.token_ids),
+                rollout_logprobs=response.logprobs,
+                finish_reason=str(response.finish_reason),
+                weight_version=response.weight_version,
+                response_text=self._chat.decode(response.token_ids),
             )
-        return sorted(self.rewards.collect(), key=lambda sample: (sample.group, sample.index))
+            for response in self.engine.generate(requests)
+        )
+
+    def score(self, responses: Iterable[Sample]) -> list[Sample]:
+        """Scores samples as they come, in the graders' processes. Collective over the world with a reward model.
+
+        Returns:
+            All samples, ordered by group and index. Where a reward model judges, `rule` and `model` are the two parts.
+        """
+        if self._rewards is None:
+            samples = [dataclasses.replace(sample, rewards={SCORE: 0.0}) for sample in responses]
+        else:
+            for sample in responses:
+                self._rewards.submit(sample)
+            samples = self._rewards.collect()
+        samples.sort(key=lambda sample: (sample.group, sample.index))
+        judged = [None] * len(samples) if self._judge is None else self._judge.scores(samples)
+        for sample, verdict in zip(samples, judged, strict=True):
+            rule = sample.rewards[SCORE]
+            sample.rewards[SCORE] = self._rule_weight * rule
+            if verdict is not None:
+                sample.rewards |= {RULE: rule, MODEL: verdict}
+                sample.rewards[SCORE] += self._judge_weight * verdict
+        return samples
+
+    def metrics(self) -> dict[str, float]:
+        """What graders counted since the last call."""
+        return {} if self._rewards is None else self._rewards.metrics()
+
+    def close(self) -> None:
+        """Ends the graders' processes."""
+        if self._rewards is not None:
+            self._rewards.close()
 
     def _request(self, group: int, prompt: Prompt, sampling: Sampling, draw: int) -> Request:
         seed = numpy.random.SeedSequence([self._seed % 2**64, draw, group]).generate_state(1, numpy.uint64)

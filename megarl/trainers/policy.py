@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megarl.algorithms.aggregate import aggregate
 from megarl.algorithms.kl import kl_per_token
 from megarl.algorithms.policy_loss import PolicyLossInputs, PolicyLossOptions, policy_loss
-from megarl.algorithms.tokens import select
+from megarl.algorithms.tokens import Sequences, select
 from megarl.config.schema_learning import ActorConfig
 from megarl.data.packing import PackedBatch
 from megarl.models.build import MegatronModel
 from megarl.models.outputs import token_logprobs
 from megarl.models.pipeline import run_pipeline
 from megarl.models.train import StepResult, TrainableModel
+from megarl.parallel.context import zigzag_positions
+from megarl.parallel.groups import Groups
 from megarl.trainers.minibatch import MiniBatch
 
-COLUMNS = ("mask", "weights", "advantages", "rollout_logprobs")
-"""What a micro-batch of the policy brings along: whether the model chose the token, the token's weight in the loss,
-its advantage, and the engine's log-prob of it."""
+MASK, WEIGHTS, ADVANTAGES, ROLLOUT = "mask", "weights", "advantages", "rollout_logprobs"
+"""Columns that a micro-batch of the policy brings along: whether the model chose the token, the token's weight in the
+loss, its advantage, and the engine's log-prob of it."""
 
 OLD, REFERENCE = "old_logprobs", "reference_logprobs"
 """Columns that passes add."""
+
+IMPORTANCE, SELECTED = "importance", "selected"
+"""Columns that only some runs have: the weight of `algorithm.rollout_correction`, and the tokens that a policy loss
+treats apart."""
 
 
 def add_logprobs(model: MegatronModel, mini_batch: MiniBatch, column: str, temperature: float) -> None:
@@ -38,61 +46,83 @@ def add_logprobs(model: MegatronModel, mini_batch: MiniBatch, column: str, tempe
 
     with torch.no_grad():
         outputs = run_pipeline(model, mini_batch.batches, hand_back, forward_only=True)
-    if outputs:
-        mini_batch.batches = [
-            batch.with_columns(**output) for batch, output in zip(mini_batch.batches, outputs, strict=True)
-        ]
+    mini_batch.add_columns(outputs)
+
+
+def loss_options(config: ActorConfig) -> PolicyLossOptions:
+    """What policy losses read of the config."""
+    return PolicyLossOptions(
+        clip_ratio_low=config.clip_ratio_low,
+        clip_ratio_high=config.clip_ratio_high,
+        clip_ratio_c=config.clip_ratio_c,
+        tau_pos=config.tau_pos,
+        tau_neg=config.tau_neg,
+        ppo_kl_coef=config.ppo_kl_coef,
+    )
 
 
 def update_policy(actor: TrainableModel, mini_batch: MiniBatch, config: ActorConfig, temperature: float) -> StepResult:
     """One optimizer step on a mini-batch. Collective over the world.
 
-    Without a column of old log-probs the step is on-policy: they are the log-probs of this very pass, whose ratio is 1.
+    Without a column of old log-probs the step is on-policy: they are the log-probs of this very pass, whose ratio is 1,
+    and become the column.
 
     Returns:
         The step, with sums over this rank's tokens (0-dim float32) under metric names for each micro-batch.
     """
-    options = PolicyLossOptions(
-        clip_ratio_low=config.clip_ratio_low,
-        clip_ratio_high=config.clip_ratio_high,
-        clip_ratio_c=config.clip_ratio_c,
-    )
+    options = loss_options(config)
+    groups = actor.model.groups
+    needs_sequences = policy_loss.traits(config.policy_loss).needs_sequences
 
     def loss(logits: torch.Tensor, shard: PackedBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         columns = shard.columns
-        mask = columns["mask"]
+        mask = columns[MASK]
         logprobs, entropy = token_logprobs(actor.model, logits, shard, temperature=temperature, entropy=True)
         assert entropy is not None
         old = columns.get(OLD, logprobs.detach())
         policy = policy_loss.get(config.policy_loss)(
-            PolicyLossInputs(logprobs=logprobs, old_logprobs=old, advantages=columns["advantages"], mask=mask), options
+            PolicyLossInputs(
+                logprobs=logprobs,
+                old_logprobs=old,
+                advantages=columns[ADVANTAGES],
+                mask=mask,
+                sequences=_sequences(shard, groups) if needs_sequences else None,
+                selected=columns.get(SELECTED),
+            ),
+            options,
         )
-        pg_loss = aggregate(policy.loss, columns["weights"])
-        entropy_loss = aggregate(entropy, columns["weights"])
+        weighted = policy.loss * columns[IMPORTANCE] if IMPORTANCE in columns else policy.loss
+        pg_loss = aggregate(weighted, columns[WEIGHTS])
+        entropy_loss = aggregate(entropy, columns[WEIGHTS])
         total = pg_loss - config.entropy_coeff * entropy_loss
         sums = {**policy.sums, "actor/pg_loss": pg_loss.detach(), "actor/entropy": select(entropy.detach(), mask).sum()}
         if config.use_kl_loss:
             kl = kl_per_token(logprobs, columns[REFERENCE], mask, config.kl_loss_type)
-            kl_loss = aggregate(kl, columns["weights"])
+            kl_loss = aggregate(kl, columns[WEIGHTS])
             total = total + config.kl_loss_coef * kl_loss
             sums["actor/kl_loss"] = kl_loss.detach()
-        gap = mismatch(old, columns["rollout_logprobs"], mask)
-        return total, {"tokens": mask.sum(), "sums": sums, "gap": gap}
+        return total, {"tokens": mask.sum(), "sums": sums, OLD: old}
 
-    return actor.step(mini_batch.batches, loss)
+    result = actor.step(mini_batch.batches, loss)
+    mini_batch.add_columns([{OLD: output[OLD]} for output in result.outputs])
+    return result
 
 
-def mismatch(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """How far trainer and engine disagree about the probability of the tokens that were sampled.
+def _sequences(shard: PackedBatch, groups: Groups) -> Sequences:
+    """Which sequence of the pack each of this rank's tokens belongs to. Collective over context-parallel ranks."""
+    cp = groups.cp
+    sizes = torch.tensor([stop - start for start, stop in itertools.pairwise(shard.bounds)])
+    of_token = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    if cp.size() > 1:
+        of_token = of_token[zigzag_positions(shard.bounds, cp.size(), cp.rank())]
+    of_token = of_token.to(shard.input_ids.device)
 
-    Returns:
-        Sum and maximum of |p_trainer − p_engine| (verl's `rollout_probs_diff`), and the sum of k3 estimates of
-        KL(engine ‖ trainer), over this rank's tokens.
-    """
-    trainer, engine = trainer.detach(), engine.detach()
-    difference = (select(trainer.exp(), mask) - select(engine.exp(), mask)).abs()
-    return {
-        "probs_diff_sum": difference.sum(),
-        "probs_diff_max": difference.max() if difference.numel() else difference.new_zeros(()),
-        "k3_sum": kl_per_token(engine, trainer, mask, "k3").sum(),
-    }
+    def over_context(tensor: torch.Tensor) -> torch.Tensor:
+        total = tensor.clone()
+        if cp.size() > 1:
+            dist.all_reduce(total, group=cp)
+        return total
+
+    mask = shard.columns[MASK]
+    lengths = mask.new_zeros(len(sizes), dtype=torch.int64).index_add_(0, of_token, mask.long())
+    return Sequences(of_token=of_token, lengths=over_context(lengths), sum=over_context)

@@ -1,4 +1,7 @@
-"""Reinforcement learning: generate → score → prepare → update → sync → record (GRPO, arXiv:2402.03300)."""
+"""Reinforcement learning: generate → score → prepare → update → sync → record.
+
+PPO arXiv:1707.06347, GRPO arXiv:2402.03300; docs/algorithms.md says what else there is.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,23 @@ from collections.abc import Sequence
 
 import torch
 
-from megarl.algorithms.advantages import AdvantageInputs, AdvantageOptions, Advantages, advantage_estimator
+from megarl.algorithms.advantages import Advantages
 from megarl.algorithms.aggregate import Denominators, row_weights
 from megarl.data.sample import Prompt, Sample
 from megarl.models.train import StepResult
 from megarl.trainers import rl_metrics
+from megarl.trainers.collect import BASELINE, reward_named
+from megarl.trainers.critic import WEIGHTS_OF_VALUES, add_values, update_critic
 from megarl.trainers.exchange import SampleTable, Share, TrainingSample, assign, move, share_numbers
-from megarl.trainers.generation import share_of
-from megarl.trainers.minibatch import MiniBatch, Row, at_predicting_positions, make_mini_batch
-from megarl.trainers.policy import COLUMNS, OLD, REFERENCE, add_logprobs, update_policy
+from megarl.trainers.minibatch import MiniBatch, Row, at_predicting_positions, make_mini_batch, packed_again
+from megarl.trainers.policy import ADVANTAGES, MASK, OLD, REFERENCE, ROLLOUT, WEIGHTS, add_logprobs, update_policy
+from megarl.trainers.prepare import (
+    TokenAdvantages,
+    add_advantages,
+    add_selection,
+    apply_correction,
+    row_advantages,
+)
 from megarl.trainers.rl_parts import RLParts
 from megarl.trainers.sync import sync_weights
 
@@ -29,59 +40,62 @@ class RLTrainer:
 
     def train_step(self, step: int, prompts: Sequence[Prompt]) -> dict[str, float]:
         """One step on a global batch of prompts, which is the same list on every rank; gives its metrics."""
-        timers = self.parts.timers
+        timers, parts = self.parts.timers, self.parts
         with timers("step"):
             with timers("gen"):
-                samples = self.generate(step, prompts)
-            with timers("adv"):
-                table = share_numbers(samples, len(prompts), self.config.rollout.n)
-                advantages = self.advantages(table)
-                mini_batches = self.mini_batches(samples, table, advantages)
+                collected = parts.collector.collect(step, prompts)
+            with timers("exchange"):
+                table = self.share(collected.samples, collected.groups)
+                by_row = row_advantages(self.config, table) if parts.needs.row_advantages else None
+                batches = self.mini_batches(collected.samples, table, by_row)
+                value_batches = self.value_batches(batches)
             with timers("old_log_prob"):
-                self.add_old_logprobs(mini_batches)
+                self.add_old_logprobs(batches)
             with timers("ref"):
-                self.add_reference_logprobs(mini_batches)
+                self.add_reference_logprobs(batches)
+            with timers("values"):
+                self.add_values(value_batches)
+            with timers("adv"):
+                by_token = self.prepare(table, batches, value_batches)
+            with timers("update_critic"):
+                critic_results = self.update_critic(value_batches)
             with timers("update_actor"):
-                results = self.update(mini_batches)
+                results = self.update_actor(batches) if step > self.config.trainer.critic_warmup else []
             with timers("sync"):
-                synced_bytes = self.sync()
+                synced_bytes = self.sync() if results else 0
         times = timers.flush()
+        outcome = rl_metrics.StepOutcome(
+            table=table,
+            batches=batches,
+            by_row=by_row,
+            by_token=by_token,
+            results=results,
+            critic_results=critic_results,
+            synced_bytes=synced_bytes,
+        )
+        metrics = rl_metrics.step_metrics(parts, outcome)
+        if parts.kl_controller is not None:
+            parts.kl_controller.update(metrics["critic/kl"], table.size)
         return {
-            **rl_metrics.step_metrics(self.parts, table, advantages, mini_batches, results, synced_bytes),
-            **rl_metrics.reward_metrics(samples),
-            **rl_metrics.performance_metrics(self.parts, table, mini_batches, times["timing_s/step"]),
+            **metrics,
+            **collected.metrics,
+            **rl_metrics.reward_metrics(collected.samples),
+            **rl_metrics.performance_metrics(parts, outcome, times["timing_s/step"]),
             **times,
         }
 
-    def generate(self, step: int, prompts: Sequence[Prompt]) -> list[Sample]:
-        """This rank's share of the samples, scored: generated, or read back from a dump."""
-        share = share_of(len(prompts), self.groups.layout.world_size, self.groups.rank)
-        if self.parts.replay is not None:
-            samples = self.parts.replay.read(step, share)
-        else:
-            mine = [(group, prompts[group]) for group in share]
-            samples = self.parts.generator.run(mine, self.parts.sampling, draw=step)
-        if self.parts.dump is not None:
-            self.parts.dump.write(step, samples)
-        return samples
+    def share(self, samples: list[Sample], groups: int) -> SampleTable:
+        """The numbers of all samples, on every rank."""
+        algorithm = self.config.algorithm
+        names = {"remax": [BASELINE], "gdpo": algorithm.gdpo_reward_keys}.get(algorithm.adv_estimator, [])
+        part = lambda sample, name: reward_named(sample, name, "algorithm.gdpo_reward_keys")
+        return share_numbers(samples, groups, self.config.rollout.n, part, names)
 
-    def advantages(self, table: SampleTable) -> Advantages:
-        """One number for each sample [samples, 1], from the scores of all ranks."""
-        estimate = advantage_estimator.get(self.config.algorithm.adv_estimator)
-        return estimate(
-            AdvantageInputs(
-                rewards=torch.from_numpy(table.score).unsqueeze(1),
-                mask=torch.from_numpy(table.response_tokens > 0).unsqueeze(1),
-                groups=torch.from_numpy(table.group),
-            ),
-            AdvantageOptions(norm_adv_by_std=self.config.algorithm.norm_adv_by_std),
-        )
-
-    def mini_batches(self, samples: list[Sample], table: SampleTable, advantages: Advantages) -> list[MiniBatch]:
+    def mini_batches(self, samples: list[Sample], table: SampleTable, by_row: Advantages | None) -> list[MiniBatch]:
         """The step's mini-batches as this rank trains on them: consecutive prompts, shared out by estimated work."""
         size = self.config.actor.ppo_mini_batch_size * self.config.rollout.n
-        wholes = [range(start, start + size) for start in range(0, table.size, size)]
-        places = [self._trained(whole, advantages) for whole in wholes]
+        wholes = [range(start, min(start + size, table.size)) for start in range(0, table.size, size)]
+        places = [self._trained(whole, by_row) for whole in wholes]
         assigned = [assign(table, batch, self.groups.layout.dp, self.parts.shape) for batch in places]
         everything = [
             [place for batch in assigned for place in batch[rank].places] for rank in range(self.groups.layout.dp)
@@ -89,16 +103,15 @@ class RLTrainer:
         held = move(samples, table, everything, self.groups)
         mine = self.groups.dp.rank()
         return [
-            self._mini_batch([held[place] for place in batch[mine].places], batch, whole, table, advantages)
+            self._mini_batch([held[place] for place in batch[mine].places], batch, whole, table, by_row)
             for batch, whole in zip(assigned, wholes, strict=True)
         ]
 
-    def _trained(self, places: range, advantages: Advantages) -> list[int]:
+    def _trained(self, places: range, by_row: Advantages | None) -> list[int]:
         """Those of a mini-batch's places that can move the weights (`actor.skip_zero_advantage`)."""
-        actor = self.config.actor
-        if not actor.skip_zero_advantage or actor.use_kl_loss or actor.entropy_coeff:
+        if by_row is None or not self.parts.needs.skips_zero_advantage:
             return list(places)
-        return [place for place in places if advantages.advantages[place] != 0]
+        return [place for place in places if by_row.advantages[place] != 0]
 
     def _mini_batch(
         self,
@@ -106,7 +119,7 @@ class RLTrainer:
         shares: list[Share],
         whole: range,
         table: SampleTable,
-        advantages: Advantages,
+        by_row: Advantages | None,
     ) -> MiniBatch:
         """Args:
         samples: this data-parallel rank's part of the mini-batch.
@@ -115,68 +128,112 @@ class RLTrainer:
         """
         actor = self.config.actor
         lengths = torch.from_numpy(table.response_tokens)
-        weights = row_weights(
-            actor.loss_agg_mode,
+        # Every rank knows all lengths, so nothing is left to reduce.
+        denominators = Denominators.of(lengths[whole.start : whole.stop])
+        weigh = lambda mode: row_weights(
+            mode,
             lengths,
-            # Every rank knows all lengths, so nothing is left to reduce.
-            Denominators.of(lengths[whole.start : whole.stop]),
+            denominators,
             loss_scale_factor=actor.loss_scale_factor or self.config.data.max_response_length,
         )
-        rows = [self._row(sample, weights[sample.place], advantages.advantages[sample.place]) for sample in samples]
+        numbers = {WEIGHTS: weigh(actor.aggregation)}
+        if by_row is not None:
+            numbers[ADVANTAGES] = by_row.advantages.squeeze(1)
+        if self.parts.critic is not None:
+            numbers[WEIGHTS_OF_VALUES] = weigh(self.config.critic.loss_agg_mode)
         return make_mini_batch(
-            rows,
-            COLUMNS,
+            [_row(sample, {name: column[sample.place] for name, column in numbers.items()}) for sample in samples],
+            (MASK, ROLLOUT, *numbers),
             self.groups,
             max_tokens=actor.max_tokens_per_micro_batch,
             work=[share.work for share in shares],
+            places=[sample.place for sample in samples],
         )
 
-    def _row(self, sample: TrainingSample, weight: torch.Tensor, advantage: torch.Tensor) -> Row:
-        mask = sample.response_mask
-        columns = {
-            "mask": mask,
-            "weights": mask * weight,
-            "advantages": mask * advantage,
-            "rollout_logprobs": sample.rollout_logprobs,
-        }
-        return Row(
-            token_ids=sample.token_ids,
-            first_target=sample.prompt_length,
-            columns={name: at_predicting_positions(column, sample.prompt_length) for name, column in columns.items()},
-        )
+    def value_batches(self, batches: list[MiniBatch]) -> list[MiniBatch]:
+        """The same samples as the critic packs them; none without a critic."""
+        if self.parts.critic is None:
+            return []
+        limit = self.config.critic.max_tokens_per_micro_batch or self.config.actor.max_tokens_per_micro_batch
+        return [packed_again(batch, self.groups, max_tokens=limit) for batch in batches]
 
-    def add_old_logprobs(self, mini_batches: list[MiniBatch]) -> None:
-        """Log-probs before the update, unless the step makes one update only: then they are those of its own pass."""
-        if len(mini_batches) * self.config.actor.ppo_epochs > 1:
-            for mini_batch in mini_batches:
-                add_logprobs(self.parts.actor.model, mini_batch, OLD, self.config.rollout.temperature)
+    def add_old_logprobs(self, batches: list[MiniBatch]) -> None:
+        """Log-probs before the update, unless nothing needs them before it: then they are those of its own pass."""
+        if len(batches) * self.config.actor.ppo_epochs > 1 or self.parts.needs.old_logprobs:
+            for batch in batches:
+                add_logprobs(self.parts.actor.model, batch, OLD, self.config.rollout.temperature)
 
-    def add_reference_logprobs(self, mini_batches: list[MiniBatch]) -> None:
+    def add_reference_logprobs(self, batches: list[MiniBatch]) -> None:
         """Log-probs of the reference model, where there is one."""
         if self.parts.reference is not None:
-            for mini_batch in mini_batches:
-                add_logprobs(self.parts.reference, mini_batch, REFERENCE, self.config.rollout.temperature)
+            for batch in batches:
+                add_logprobs(self.parts.reference, batch, REFERENCE, self.config.rollout.temperature)
 
-    def update(self, mini_batches: list[MiniBatch]) -> list[StepResult]:
+    def add_values(self, batches: list[MiniBatch]) -> None:
+        """The critic's values before the update, where there is one."""
+        for batch in batches:
+            add_values(self.parts.critic, batch)
+
+    def prepare(
+        self, table: SampleTable, batches: list[MiniBatch], value_batches: list[MiniBatch]
+    ) -> TokenAdvantages | None:
+        """Advantages of tokens, and corrections, on the last stage: what has to wait for the passes."""
+        needs, by_token = self.parts.needs, None
+        if not self.groups.is_last_stage:
+            return None
+        if not needs.row_advantages:
+            controller = self.parts.kl_controller
+            by_token = add_advantages(self.config, table, batches, value_batches, self.groups, controller)
+        for number, batch in enumerate(batches):
+            if needs.correction:
+                apply_correction(self.config, self.parts.correction, batch, self.groups)
+            if needs.selection:
+                add_selection(self.config, batch, self.groups, self.parts.optimizer_steps + number)
+        return by_token
+
+    def update_critic(self, batches: list[MiniBatch]) -> list[StepResult]:
+        """One optimizer step of the critic for each mini-batch and epoch, where there is one."""
+        critic = self.parts.critic
+        results = []
+        for _ in range(self.config.critic.ppo_epochs):
+            for batch in batches:
+                self.parts.critic_schedule.step(1)
+                results.append(update_critic(critic, batch, self.config.critic))
+        return results
+
+    def update_actor(self, batches: list[MiniBatch]) -> list[StepResult]:
         """One optimizer step for each mini-batch and epoch."""
         results = []
         for _ in range(self.config.actor.ppo_epochs):
-            for mini_batch in mini_batches:
+            for batch in batches:
                 self.parts.schedule.step(1)
                 results.append(
-                    update_policy(self.parts.actor, mini_batch, self.config.actor, self.config.rollout.temperature)
+                    update_policy(self.parts.actor, batch, self.config.actor, self.config.rollout.temperature)
                 )
         self.parts.optimizer_steps += len(results)
         return results
 
     def sync(self) -> int:
-        """The new weights to this rank's engine; returns the bytes it received."""
-        if self.parts.replay is not None:
+        """The new weights to this rank's engine, where there is one; returns the bytes it received."""
+        engine = self.parts.generator.engine
+        if engine is None:
             return 0
         return sync_weights(
             self.parts.actor.model,
             self.parts.export_plan,
-            self.parts.generator.engine,
+            engine,
             self.parts.optimizer_steps,
             check=self.config.rollout.check_weight_sync,
         )
+
+
+def _row(sample: TrainingSample, numbers: dict[str, torch.Tensor]) -> Row:
+    """A sample with its per-token columns; `numbers` are the same for each of its tokens."""
+    mask = sample.response_mask
+    columns = {MASK: mask, ROLLOUT: sample.rollout_logprobs}
+    columns |= {name: mask * number for name, number in numbers.items()}
+    return Row(
+        token_ids=sample.token_ids,
+        first_target=sample.prompt_length,
+        columns={name: at_predicting_positions(column, sample.prompt_length) for name, column in columns.items()},
+    )

@@ -3,32 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.algorithms.advantages import Advantages
+from megarl.algorithms.rollout_correction import RolloutCorrection, RolloutCorrectionOptions, correct, finish
 from megarl.data.sample import Sample
-from megarl.models.train import StepResult
+from megarl.models.train import StepResult, TrainableModel
 from megarl.observe.flops import UPDATE_PASSES, performance
-from megarl.observe.reduce import Kind
+from megarl.observe.reduce import Kind, MetricSums
+from megarl.parallel.groups import Groups
 from megarl.rewards.outcome import SCORE, FailureKind
 from megarl.trainers.exchange import SampleTable
 from megarl.trainers.minibatch import MiniBatch
+from megarl.trainers.policy import MASK, OLD, ROLLOUT
+from megarl.trainers.prepare import TokenAdvantages, explained_variance
+from megarl.trainers.token_rows import TokenRows
 
 if TYPE_CHECKING:
     from megarl.trainers.rl_parts import RLParts
 
-_TOKEN_MEANS = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/entropy")
-_LOSSES = ("actor/pg_loss", "actor/kl_loss")
+_POLICY_MEANS = (
+    "actor/ppo_kl",
+    "actor/pg_clipfrac",
+    "actor/pg_clipfrac_lower",
+    "actor/selected_fraction",
+    "actor/entropy",
+)
+_POLICY_LOSSES = ("actor/pg_loss", "actor/kl_loss")
+_CRITIC_MEANS = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean")
+_OF_TOKENS = ("critic/advantages", "critic/returns", "critic/values", "critic/rewards")
+
+_GAP = "rollout_corr/"
+"""Before the sums and maxima that `rollout_correction.finish` makes metrics of."""
+
+_GAP_SUMS = (
+    "tokens",
+    "rows",
+    "logprob_diff",
+    "kl",
+    "k3_kl",
+    "training_nll",
+    "rollout_nll",
+    "token_ratio_squared",
+    "row_ratio_squared",
+    "weight",
+    "weight_squared",
+    "outside",
+    "rejected",
+)
 
 KINDS: dict[str, Kind] = {
-    **dict.fromkeys(_TOKEN_MEANS, "mean"),
-    **dict.fromkeys(_LOSSES, "mean"),
+    **dict.fromkeys((*_POLICY_MEANS, *_POLICY_LOSSES, *_CRITIC_MEANS), "mean"),
+    **{f"{name}/{kind}": kind for name in _OF_TOKENS for kind in ("mean", "max", "min")},
+    "critic/kl": "mean",
+    "critic/vf_explained_var": "mean",
+    "group/count": "max",
+    "group/singleton": "max",
+    "group/equal_rewards": "max",
     "training/rollout_probs_diff_mean": "mean",
     "training/rollout_probs_diff_max": "max",
-    "training/rollout_kl_k3": "mean",
+    **dict.fromkeys((f"{_GAP}{name}" for name in _GAP_SUMS), "sum"),
+    f"{_GAP}logprob_diff_max": "max",
     "batch/padding_fraction": "mean",
     "sync/bytes": "sum",
     "reward/scored": "sum",
@@ -38,30 +78,55 @@ KINDS: dict[str, Kind] = {
 """What ranks reduce; the rest comes from the table, which every rank has."""
 
 
-def step_metrics(
-    parts: RLParts,
-    table: SampleTable,
-    advantages: Advantages,
-    mini_batches: Sequence[MiniBatch],
-    results: Sequence[StepResult],
-    synced_bytes: int,
-) -> dict[str, float]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutcome:
+    """What a step leaves for its metrics."""
+
+    table: SampleTable
+    batches: list[MiniBatch]
+    by_row: Advantages | None
+    """Advantages of samples, known before the passes; None: `by_token`."""
+    by_token: TokenAdvantages | None
+    """On the last stage, where advantages had to wait for the passes."""
+    results: list[StepResult]
+    """The actor's updates; none while the critic warms up."""
+    critic_results: list[StepResult]
+    synced_bytes: int
+
+
+def step_metrics(parts: RLParts, outcome: StepOutcome) -> dict[str, float]:
     """Every metric of a step but its times. Collective over the world; the same on every rank."""
-    sums = parts.metrics
-    _add_update(parts, mini_batches, results)
-    sums.add("sync/bytes", synced_bytes)
-    for name, value in parts.generator.rewards.metrics().items() if parts.replay is None else ():
+    sums, groups = parts.metrics, parts.groups
+    if groups.is_last_stage:
+        # These take collectives of their own, so every rank of the stage comes along; one records.
+        gap = _engine_gap(parts, outcome.batches)
+        explained = _explained_variance(outcome.by_token, groups)
+        # Tensor-parallel ranks know the same; context-parallel ranks each know their tokens.
+        if groups.tp.rank() == 0:
+            _add_updates(parts, outcome)
+            if groups.cp.rank() == 0:
+                _add_gap(sums, gap)
+                _add_token_advantages(sums, outcome.by_token, explained)
+    if groups.is_first_stage and groups.tp.rank() == 0 and groups.cp.rank() == 0:
+        for mini_batch in outcome.batches:
+            padding = mini_batch.padded_tokens - mini_batch.real_tokens
+            sums.add("batch/padding_fraction", padding, count=mini_batch.padded_tokens)
+    sums.add("sync/bytes", outcome.synced_bytes)
+    for name, value in parts.generator.metrics().items():
         sums.add(name, value)
-    reduced = sums.reduce(parts.groups.world)
-    finite = [result.grad_norm for result in results if result.updated]
+    reduced = sums.reduce(groups.world)
+    group_metrics = _group_metrics(reduced)
+    corr = {name: reduced.pop(name) for name in list(reduced) if name.startswith(_GAP)}
     return {
+        **_finished_gap(corr, parts.correction),
+        **_table_metrics(parts, outcome.table),
         **reduced,
-        "actor/grad_norm": float(numpy.mean(finite)) if finite else float("nan"),
-        "actor/skipped_updates": float(len(results) - len(finite)),
-        "actor/lr": float(parts.actor.optimizer.param_groups[0]["lr"]),
-        **_table_metrics(parts, table),
-        **_advantage_metrics(table, advantages),
-        "batch/imbalance": _imbalance(mini_batches),
+        **group_metrics,
+        **({} if outcome.by_row is None else _row_advantage_metrics(outcome.table, outcome.by_row)),
+        **_optimizer_metrics("actor", parts.actor, outcome.results),
+        **({} if parts.critic is None else _optimizer_metrics("critic", parts.critic, outcome.critic_results)),
+        **({} if parts.kl_controller is None else {"critic/kl_coeff": parts.kl_controller.beta}),
+        "batch/imbalance": _imbalance(outcome.batches),
     }
 
 
@@ -80,16 +145,17 @@ def reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return {f"reward/{name}/mean": sum(t for t, _ in parts) / sum(c for _, c in parts) for name, parts in found.items()}
 
 
-def performance_metrics(
-    parts: RLParts, table: SampleTable, mini_batches: Sequence[MiniBatch], seconds: float
-) -> dict[str, float]:
+def performance_metrics(parts: RLParts, outcome: StepOutcome, seconds: float) -> dict[str, float]:
     """Throughput and MFU of a step. Samples that are left out of the update are tokens, but no work of it."""
-    config = parts.config
-    forward = sum(sum(mini_batch.work) for mini_batch in mini_batches)
-    passes = forward * UPDATE_PASSES * config.actor.ppo_epochs
-    passes += forward * (len(mini_batches) * config.actor.ppo_epochs > 1)  # old log-probs
+    config, table, batches = parts.config, outcome.table, outcome.batches
+    forward = sum(sum(mini_batch.work) for mini_batch in batches)
+    passes = forward * UPDATE_PASSES * config.actor.ppo_epochs * bool(outcome.results)
+    passes += forward * (len(batches) * config.actor.ppo_epochs > 1 or parts.needs.old_logprobs)
     passes += forward * (parts.reference is not None)
-    if parts.replay is None:
+    if parts.critic is not None:
+        # As of the actor: a critic of another size is counted as if it had the actor's.
+        passes += forward * (1 + UPDATE_PASSES * config.critic.ppo_epochs)
+    if parts.collector.generates:
         passes += parts.flops.generation(
             table.prompt_length.tolist(), table.response_length.tolist(), samples_per_prompt=config.rollout.n
         )
@@ -102,29 +168,82 @@ def performance_metrics(
     )
 
 
-def _add_update(parts: RLParts, mini_batches: Sequence[MiniBatch], results: Sequence[StepResult]) -> None:
+def _add_updates(parts: RLParts, outcome: StepOutcome) -> None:
     sums, groups = parts.metrics, parts.groups
-    if groups.tp.rank() == 0 and groups.cp.rank() == 0 and groups.is_first_stage:
-        for mini_batch in mini_batches:
-            padding = mini_batch.padded_tokens - mini_batch.real_tokens
-            sums.add("batch/padding_fraction", padding, count=mini_batch.padded_tokens)
-    # Tensor-parallel ranks know the same; context-parallel ranks each know their tokens.
-    if groups.tp.rank() != 0 or not groups.is_last_stage:
-        return
-    losses = [name for name in _LOSSES if name != "actor/kl_loss" or parts.reference is not None]
-    if groups.dp.rank() == 0 and groups.cp.rank() == 0:
+    losses = [name for name in _POLICY_LOSSES if name != "actor/kl_loss" or parts.config.actor.use_kl_loss]
+    if groups.dp.rank() == 0 and groups.cp.rank() == 0 and outcome.results:
         for name in losses:  # each is a sum of shares; what it is a mean over are optimizer steps
-            sums.add(name, 0.0, count=len(results))
-    for result in results:
+            sums.add(name, 0.0, count=len(outcome.results))
+    for result in (*outcome.results, *outcome.critic_results):
         for output in result.outputs:
-            tokens, shares, gap = output["tokens"], output["sums"], output["gap"]
-            for name in _TOKEN_MEANS:
-                sums.add(name, shares[name], count=tokens)
-            for name in losses:
-                sums.add(name, shares[name], count=0)
-            sums.add("training/rollout_probs_diff_mean", gap["probs_diff_sum"], count=tokens)
-            sums.add("training/rollout_probs_diff_max", gap["probs_diff_max"])
-            sums.add("training/rollout_kl_k3", gap["k3_sum"], count=tokens)
+            for name, share in output["sums"].items():
+                sums.add(name, share, count=0 if name in losses else output["tokens"])
+
+
+def _add_token_advantages(sums: MetricSums, found: TokenAdvantages | None, explained: float | None) -> None:
+    """Of this data-parallel rank's tokens."""
+    if found is None:
+        return
+    valid = found.mask.bool()
+    columns = {"critic/advantages": found.advantages, "critic/returns": found.returns, "critic/values": found.values}
+    for name, values in columns.items():
+        if values is not None:
+            for kind in ("mean", "max", "min"):
+                sums.add_values(f"{name}/{kind}", values[valid])
+    for kind in ("mean", "max", "min"):
+        sums.add_values(f"critic/rewards/{kind}", found.rewards.sum(dim=1))
+    for name, count in found.counts.items():
+        sums.add(name, count)
+    if found.kl is not None:
+        sums.add("critic/kl", found.kl)
+    if explained is not None:
+        sums.add("critic/vf_explained_var", explained)
+
+
+def _explained_variance(found: TokenAdvantages | None, groups: Groups) -> float | None:
+    return None if found is None or found.values is None else explained_variance(found, groups)
+
+
+def _engine_gap(parts: RLParts, batches: Sequence[MiniBatch]) -> tuple[RolloutCorrection, Tensor] | None:
+    """How far engine and trainer were apart before the update, and |difference| of their probabilities [tokens].
+
+    Collective over context-parallel ranks. None where it is not known: while the critic warms up, or where the data
+    brought no log-probs.
+    """
+    if any(OLD not in batch.columns for mini_batch in batches for batch in mini_batch.batches):
+        return None
+    rows = TokenRows(batches, parts.groups)
+    old, engine, mask = rows.get(OLD), rows.get(ROLLOUT), rows.get(MASK)
+    valid = mask.bool()
+    if engine[valid].isnan().any():
+        return None
+    return correct(old, engine, mask, parts.correction), (old[valid].exp() - engine[valid].exp()).abs()
+
+
+def _add_gap(sums: MetricSums, gap: tuple[RolloutCorrection, Tensor] | None) -> None:
+    if gap is None:
+        return
+    found, differences = gap
+    for name, value in (*found.sums.items(), *found.maxima.items()):
+        sums.add(f"{_GAP}{name}", value)
+    for kind in ("mean", "max"):
+        sums.add_values(f"training/rollout_probs_diff_{kind}", differences)
+
+
+def _finished_gap(reduced: dict[str, float], options: RolloutCorrectionOptions) -> dict[str, float]:
+    if f"{_GAP}logprob_diff_max" not in reduced:
+        return {}
+    plain = {name.removeprefix(_GAP): value for name, value in reduced.items()}
+    return finish(plain, plain, options)
+
+
+def _optimizer_metrics(name: str, model: TrainableModel, results: Sequence[StepResult]) -> dict[str, float]:
+    finite = [result.grad_norm for result in results if result.updated]
+    return {
+        f"{name}/grad_norm": float(numpy.mean(finite)) if finite else float("nan"),
+        f"{name}/skipped_updates": float(len(results) - len(finite)),
+        f"{name}/lr": float(model.optimizer.param_groups[0]["lr"]),
+    }
 
 
 def _table_metrics(parts: RLParts, table: SampleTable) -> dict[str, float]:
@@ -139,19 +258,25 @@ def _table_metrics(parts: RLParts, table: SampleTable) -> dict[str, float]:
     }
 
 
-def _advantage_metrics(table: SampleTable, advantages: Advantages) -> dict[str, float]:
+def _row_advantage_metrics(table: SampleTable, found: Advantages) -> dict[str, float]:
     weights = table.response_tokens
-    values = advantages.advantages.squeeze(1).double().numpy()
-    counts = {name: float(count) for name, count in advantages.counts.items()}
-    groups = max(counts.pop("group/count"), 1.0)
-    mean = float((values * weights).sum() / max(weights.sum(), 1))
+    values = found.advantages.squeeze(1).double().numpy()
     return {
-        "critic/advantages/mean": mean,
+        "critic/advantages/mean": float((values * weights).sum() / max(weights.sum(), 1)),
         "critic/advantages/max": float(values.max()),
         "critic/advantages/min": float(values.min()),
-        "group/singleton": counts["group/singleton"],
-        "group/zero_variance_fraction": counts["group/equal_rewards"] / groups,
+        **_group_metrics({name: float(count) for name, count in found.counts.items()}),
     }
+
+
+def _group_metrics(counts: dict[str, float]) -> dict[str, float]:
+    """Of estimators that compare the samples of a prompt. Takes the counts out."""
+    groups = counts.pop("group/count", None)
+    equal = counts.pop("group/equal_rewards", 0.0)
+    singleton = counts.pop("group/singleton", 0.0)
+    if groups is None:
+        return {}
+    return {"group/singleton": singleton, "group/zero_variance_fraction": equal / max(groups, 1.0)}
 
 
 def _imbalance(mini_batches: Sequence[MiniBatch]) -> float:

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl import platform
+from megarl.algorithms.advantages import advantage_estimator
+from megarl.algorithms.kl_reward import AdaptiveKL, FixedKL, KLController
+from megarl.algorithms.plugins import load_plugins
+from megarl.algorithms.policy_loss import policy_loss
+from megarl.algorithms.rollout_correction import RolloutCorrectionOptions
+from megarl.checkpoint.training import SavedModel
 from megarl.config import ConfigError, ModelShape, RunConfig
 from megarl.data.chat import ChatTokenizer, load_chat_tokenizer
 from megarl.data.prompts import PromptDataset
+from megarl.data.responses import OfflineResponses
 from megarl.data.sampler import PromptSampler
-from megarl.models.build import MegatronModel
+from megarl.models.build import MegatronModel, Role
 from megarl.models.train import TrainableModel, learning_rate_schedule
 from megarl.observe import MetricSums, ModelFlops, Timers, measure_peak_tflops
 from megarl.parallel.groups import Groups
 from megarl.rewards.manager import RewardManager, RewardSource
 from megarl.rollout.engine import Engine
 from megarl.rollout.transformers_engine import TransformersEngine
-from megarl.trainers.dump import RolloutDump, RolloutReplay
+from megarl.trainers.collect import Collector
 from megarl.trainers.generation import Generator, Sampling
+from megarl.trainers.judge import Judge
+from megarl.trainers.prepare import correction_options
 from megarl.trainers.rl_metrics import KINDS
 from megarl.trainers.setup import load_model, make_trainable
+from megarl.trainers.state import Stateful
 from megarl.weights.export_hf import ExportPlan, plan_export
 
 
@@ -37,16 +48,23 @@ class RLParts:
     val_data: PromptDataset | None
     sampler: PromptSampler
     actor: TrainableModel
+    critic: TrainableModel | None
+    """Where the advantage estimator needs values."""
     reference: MegatronModel | None
-    """Where `actor.use_kl_loss` is on."""
+    """Where a KL divergence is taken against it."""
     schedule: Any
     """Megatron-Core's learning-rate scheduler."""
+    critic_schedule: Any
+    """The critic's."""
+    kl_controller: KLController | None
+    """Where the reward is lowered by a KL penalty."""
+    correction: RolloutCorrectionOptions
+    needs: StepNeeds
     export_plan: ExportPlan
     generator: Generator
+    collector: Collector
     sampling: Sampling
     val_sampling: Sampling
-    dump: RolloutDump | None
-    replay: RolloutReplay | None
     timers: Timers
     metrics: MetricSums
     flops: ModelFlops
@@ -60,9 +78,78 @@ class RLParts:
         """What checkpoints cover."""
         return self.actor
 
+    @property
+    def further_models(self) -> dict[str, SavedModel]:
+        """What checkpoints cover beside it."""
+        if self.critic is None:
+            return {}
+        source = self.config.critic.path or self.config.model.path
+        return {"critic": SavedModel(trainable=self.critic, source_hf=source)}
+
+    @property
+    def others(self) -> dict[str, Stateful]:
+        """What else goes on where it was when a run is resumed."""
+        found: dict[str, Stateful | None] = {
+            "critic_schedule": self.critic_schedule,
+            "kl_controller": self.kl_controller,
+            "collector": self.collector if self.collector.has_state else None,
+        }
+        return {name: other for name, other in found.items() if other is not None}
+
     def close(self) -> None:
         """Ends the worker processes."""
-        self.generator.rewards.close()
+        self.generator.close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepNeeds:
+    """What a step has to do, as the config's names decide."""
+
+    row_advantages: bool
+    """Advantages come from the scores of samples alone, and are known before any pass."""
+    skips_zero_advantage: bool
+    """Samples whose advantage is 0 are left out of the update."""
+    old_logprobs: bool
+    """Log-probs before the update are needed before it."""
+    reference: bool
+    critic: bool
+    correction: bool
+    """Tokens are weighted or rejected by how far engine and trainer are apart."""
+    selection: bool
+    """The policy loss treats some tokens of the mini-batch apart."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> StepNeeds:
+        """Those of a config.
+
+        Raises:
+            ConfigError: a name that nobody registered, or an estimator that this run cannot give what it needs.
+        """
+        algorithm, actor = config.algorithm, config.actor
+        try:
+            estimator = advantage_estimator.traits(algorithm.adv_estimator)
+            loss = policy_loss.traits(actor.policy_loss)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if estimator.needs_groups and config.rollout.n < 2:
+            raise ConfigError(
+                f"algorithm.adv_estimator {algorithm.adv_estimator} compares the samples of a prompt, but rollout.n is "
+                f"{config.rollout.n}: set it to 2 or more."
+            )
+        correction = algorithm.rollout_correction
+        corrects = correction.rollout_is != "none" or correction.rollout_rs != "none"
+        row_advantages = estimator.row_level and not algorithm.use_kl_in_reward
+        # What else moves the weights, or looks at the tokens of all samples.
+        whole = actor.use_kl_loss or actor.entropy_coeff or loss.needs_selection
+        return cls(
+            row_advantages=row_advantages,
+            skips_zero_advantage=row_advantages and actor.skip_zero_advantage and not whole and not corrects,
+            old_logprobs=algorithm.use_kl_in_reward or corrects or loss.needs_selection,
+            reference=actor.use_kl_loss or algorithm.use_kl_in_reward,
+            critic=estimator.needs_values,
+            correction=corrects,
+            selection=loss.needs_selection,
+        )
 
 
 def build_rl_parts(config: RunConfig, groups: Groups) -> RLParts:
@@ -73,21 +160,36 @@ def build_rl_parts(config: RunConfig, groups: Groups) -> RLParts:
     Raises:
         ConfigError: anything that a person has to put right.
     """
+    load_plugins_of(config)
+    needs = StepNeeds.of(config)
     chat = load_chat_tokenizer(config.model.path)
-    train_data = PromptDataset(config.data.train_files, chat, config.data)
+    offline = OfflineResponses(config, chat) if config.rollout.engine == "dataset" else None
+    train_data = offline or PromptDataset(config.data.train_files, chat, config.data)
     val_data = PromptDataset(config.data.val_files, chat, config.data) if config.data.val_files else None
     seed = config.trainer.seed
     data_seed = config.data.seed if config.data.seed is not None else seed
     sampler = PromptSampler(len(train_data), config.data.train_batch_size, shuffle=config.data.shuffle, seed=data_seed)
-    sources = {RewardSource(*source) for data in (train_data, val_data) if data is not None for source in data.sources}
-    rewards = RewardManager(config.reward, sources)
+    rewards = _graders(config, [data for data in (train_data, val_data) if data is not None])
     try:
-        replay = RolloutReplay(config.rollout.replay_dir) if config.rollout.replay_dir else None
         total_steps = planned_steps(config, sampler)
+        mini_batches = config.data.train_batch_size // config.actor.ppo_mini_batch_size
         actor = make_trainable(load_model(config, groups), config)
-        updates = config.data.train_batch_size // config.actor.ppo_mini_batch_size * config.actor.ppo_epochs
+        critic = _critic(config, groups) if needs.critic else None
+        sampling = _sampling(config)
+        generates = config.rollout.replay_dir is None and offline is None
+        generator = Generator(
+            _make_engine(config) if generates or val_data is not None else None,
+            rewards,
+            chat,
+            seed=seed,
+            judge=Judge(config, groups) if config.reward.model.path else None,
+            rule_weight=config.reward.rule_weight,
+            judge_weight=config.reward.model.weight,
+        )
         shape = ModelShape.from_hf(config.model.path)
-        dump_folder = config.trainer.rollout_data_dir
+        schedule_of = lambda model, optim, epochs: learning_rate_schedule(
+            model.optimizer, optim, total_steps * mini_batches * epochs
+        )
         return RLParts(
             config=config,
             groups=groups,
@@ -97,14 +199,20 @@ def build_rl_parts(config: RunConfig, groups: Groups) -> RLParts:
             val_data=val_data,
             sampler=sampler,
             actor=actor,
-            reference=load_model(config, groups) if config.actor.use_kl_loss else None,
-            schedule=learning_rate_schedule(actor.optimizer, config.optim, total_steps * updates),
+            critic=critic,
+            reference=load_model(config, groups) if needs.reference else None,
+            schedule=schedule_of(actor, config.optim, config.actor.ppo_epochs),
+            critic_schedule=critic and schedule_of(critic, config.critic.optim, config.critic.ppo_epochs),
+            kl_controller=_kl_controller(config),
+            correction=correction_options(config.algorithm.rollout_correction),
+            needs=needs,
             export_plan=plan_export(actor.model),
-            generator=Generator(_make_engine(config), rewards, chat, seed=seed),
-            sampling=_sampling(config),
+            generator=generator,
+            collector=Collector(
+                config, groups, generator, sampling, lambda: train_data.prompts(sampler.next_batch()), offline
+            ),
+            sampling=sampling,
             val_sampling=_val_sampling(config),
-            dump=RolloutDump(dump_folder, groups.rank) if dump_folder else None,
-            replay=replay,
             timers=Timers(),
             metrics=MetricSums(KINDS, platform.current().device),
             flops=ModelFlops(shape=shape),
@@ -112,8 +220,42 @@ def build_rl_parts(config: RunConfig, groups: Groups) -> RLParts:
             total_steps=total_steps,
         )
     except BaseException:
-        rewards.close()
+        if rewards is not None:
+            rewards.close()
         raise
+
+
+def load_plugins_of(config: RunConfig) -> None:
+    """Registers what the files of `algorithm.plugins` bring.
+
+    Raises:
+        ConfigError: a file that cannot be used.
+    """
+    try:
+        load_plugins(config.algorithm.plugins, "algorithm.plugins")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _graders(config: RunConfig, datasets: Sequence[PromptDataset]) -> RewardManager | None:
+    """None where the reward model alone scores."""
+    if config.reward.rule_weight == 0:
+        return None
+    return RewardManager(config.reward, {RewardSource(*source) for data in datasets for source in data.sources})
+
+
+def _critic(config: RunConfig, groups: Groups) -> TrainableModel:
+    model = load_model(config, groups, role=Role.CRITIC, path=config.critic.path)
+    return make_trainable(model, config, config.critic.optim)
+
+
+def _kl_controller(config: RunConfig) -> KLController | None:
+    control = config.algorithm.kl_ctrl
+    if not config.algorithm.use_kl_in_reward:
+        return None
+    if control.type == "fixed":
+        return FixedKL(beta=control.kl_coef)
+    return AdaptiveKL(beta=control.kl_coef, target=control.target_kl, horizon=control.horizon)
 
 
 def planned_steps(config: RunConfig, sampler: PromptSampler) -> int:
@@ -124,7 +266,7 @@ def planned_steps(config: RunConfig, sampler: PromptSampler) -> int:
 
 
 def _make_engine(config: RunConfig) -> Engine:
-    if config.rollout.engine != "transformers":
+    if config.rollout.engine not in ("transformers", "dataset"):
         raise ConfigError(f"rollout.engine {config.rollout.engine} cannot be run by this version; use transformers")
     return TransformersEngine(
         Path(config.model.path),

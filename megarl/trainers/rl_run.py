@@ -27,7 +27,7 @@ def run_rl(config: RunConfig, groups: Groups) -> None:
     """
     parts = build_rl_parts(config, groups)
     try:
-        start = resume(parts)
+        start = resume(parts, parts.others, parts.further_models)
         with _tracker(parts, start) as tracker:
             _describe(parts, tracker, start)
             trainer = RLTrainer(parts)
@@ -37,6 +37,11 @@ def run_rl(config: RunConfig, groups: Groups) -> None:
             _steps(trainer, tracker, start)
             if config.checkpoint.export_hf:
                 tracker.text(f"exported to {export_final(parts.actor.model, config)}")
+                for name, saved in parts.further_models.items():
+                    folder = export_final(
+                        saved.trainable.model, config, name=f"{name}-hf", source_folder=saved.source_hf
+                    )
+                    tracker.text(f"exported the {name} to {folder}")
     finally:
         parts.close()
 
@@ -46,7 +51,7 @@ def _steps(trainer: RLTrainer, tracker: Tracker, start: int) -> None:
     skipped, warned = 0, False
     for step in range(start + 1, parts.total_steps + 1):
         metrics = trainer.train_step(step, parts.train_data.prompts(parts.sampler.next_batch()))
-        skipped = skipped + 1 if metrics["actor/skipped_updates"] else 0
+        skipped = skipped + 1 if metrics["actor/skipped_updates"] or metrics.get("critic/skipped_updates") else 0
         if skipped == MAX_SKIPPED_STEPS:
             raise RuntimeError(
                 f"the gradient was NaN or infinite in {skipped} steps in a row, the last is step {step}; the weights "
@@ -64,7 +69,7 @@ def _steps(trainer: RLTrainer, tracker: Tracker, start: int) -> None:
             metrics |= run_evaluation(parts, step)
         if is_due(step, config.save_freq, is_last):
             with parts.timers("save_checkpoint"):
-                save(parts, step)
+                save(parts, step, parts.others, parts.further_models)
         metrics["training/epoch"] = parts.sampler.epoch
         tracker.log(step, metrics | parts.timers.flush())
 
@@ -94,7 +99,7 @@ def _tracker(parts: RLParts, start: int) -> Tracker:
         config.default_local_dir,
         parts.groups.rank == 0,
         parts.total_steps,
-        "GRPO" if parts.config.algorithm.adv_estimator == "grpo" else "RL",
+        {"grpo": "GRPO", "gae": "PPO"}.get(parts.config.algorithm.adv_estimator, "RL"),
         resume_step=start or None,
     )
 

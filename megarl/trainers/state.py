@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl.checkpoint.training import checkpoint_folder, load_training, newest_checkpoint, save_training
+from megarl.checkpoint.training import (
+    SavedModel,
+    checkpoint_folder,
+    load_training,
+    newest_checkpoint,
+    save_training,
+)
 from megarl.config import ConfigError, RunConfig
 from megarl.data.sampler import PromptSampler
 from megarl.models.train import TrainableModel
@@ -23,8 +30,26 @@ class Resumable(Protocol):
     def trainable(self) -> TrainableModel: ...
 
 
-def save(parts: Resumable, step: int) -> Path:
-    """Writes the checkpoint after `step`. Collective over the world."""
+class Stateful(Protocol):
+    """Something else of a loop that goes on where it was, such as a controller."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def save(
+    parts: Resumable,
+    step: int,
+    others: Mapping[str, Stateful] | None = None,
+    further_models: Mapping[str, SavedModel] | None = None,
+) -> Path:
+    """Writes the checkpoint after `step`. Collective over the world.
+
+    Args:
+        others: by name; their states are JSON, the same on every rank.
+        further_models: by name, such as a critic.
+    """
     folder = checkpoint_folder(parts.config.trainer.default_local_dir, step)
     state = {
         "kind": parts.config.trainer.kind,
@@ -32,15 +57,25 @@ def save(parts: Resumable, step: int) -> Path:
         "optimizer_steps": parts.optimizer_steps,
         "sampler": parts.sampler.state_dict(),
         "schedule": parts.schedule.state_dict(),
+        "others": {name: other.state_dict() for name, other in (others or {}).items()},
     }
-    save_training(parts.trainable, folder, parts.config.model.path, state)
+    model = SavedModel(trainable=parts.trainable, source_hf=parts.config.model.path)
+    save_training(model, folder, state, further_models or {})
     return folder
 
 
-def resume(parts: Resumable) -> int:
+def resume(
+    parts: Resumable,
+    others: Mapping[str, Stateful] | None = None,
+    further_models: Mapping[str, SavedModel] | None = None,
+) -> int:
     """Restores the checkpoint that `trainer.resume_mode` names, if any; returns the steps it has behind it.
 
     Collective over the world.
+
+    Args:
+        others: as in `save`; one that the checkpoint does not have, because it was switched on since, begins anew.
+        further_models: as in `save`; the checkpoint must have them.
 
     Raises:
         ConfigError: the checkpoint is damaged, or not one of this run.
@@ -48,7 +83,8 @@ def resume(parts: Resumable) -> int:
     folder = _checkpoint_to_resume(parts.config)
     if folder is None:
         return 0
-    state = load_training(parts.trainable, folder)
+    models = {name: saved.trainable for name, saved in (further_models or {}).items()}
+    state = load_training(parts.trainable, folder, models)
     kind = parts.config.trainer.kind
     if state.get("kind") != kind:
         raise ConfigError(
@@ -58,6 +94,9 @@ def resume(parts: Resumable) -> int:
     parts.sampler.load_state_dict(state["sampler"])
     parts.schedule.load_state_dict(state["schedule"])
     parts.optimizer_steps = state["optimizer_steps"]
+    for name, other in (others or {}).items():
+        if name in state.get("others", {}):
+            other.load_state_dict(state["others"][name])
     return int(state["step"])
 
 

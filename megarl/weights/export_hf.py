@@ -10,9 +10,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 from megarl import platform
 from megarl.models.build import MegatronModel, Role
+from megarl.models.scores import scoring_pad_token_id
 from megarl.weights.boxes import Box, box_index
 from megarl.weights.pieces import Piece, Shard, model_shards, pieces_by_tensor, uncovered
 from megarl.weights.safetensors_io import SafetensorsWriter, TensorInfo
@@ -175,7 +181,11 @@ HF_FILES = (
 _BATCH_BYTES = 2**30
 """How much the other ranks may still send after rank 0 could not write: they are told in between."""
 
-_ARCHITECTURES = {Role.CRITIC: "ForTokenClassification", Role.REWARD: "ForSequenceClassification"}
+_CLASSES = {
+    Role.CRITIC: MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    Role.REWARD: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+}
+"""transformers' class for each `model_type`."""
 
 
 def save_hf(
@@ -254,11 +264,15 @@ def _write_config(model: MegatronModel, source: Path, target: Path) -> None:
     dtype_key = "dtype" if "dtype" in config else "torch_dtype"
     config[dtype_key] = str(model.dtype).removeprefix("torch.")
     config.pop("quantization_config", None)
-    suffix = _ARCHITECTURES.get(model.role)
-    if suffix is not None:
-        causal = config.get("architectures", ["ForCausalLM"])[0]
-        config["architectures"] = [causal.rsplit("For", 1)[0] + suffix]
+    if model.role is not Role.CAUSAL_LM:
+        family = model.hf_config.model_type
+        # glm4_moe has no classifiers in transformers; its folder loads there as the bare model, and here whole.
+        config["architectures"] = [_CLASSES[model.role].get(family) or MODEL_MAPPING_NAMES[family]]
         config["num_labels"] = 1
         config["id2label"] = {"0": "LABEL_0"}
         config["label2id"] = {"LABEL_0": 0}
+        # A critic has a bias, which is what transformers takes an absent key for.
+        config.pop("token_classification_bias", None)
+    if model.role is Role.REWARD:
+        config["pad_token_id"] = scoring_pad_token_id(source)
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -20,18 +20,24 @@ from megarl.weights.together import file_problem, raise_together
 Progress = Callable[[int], None]
 """Is told the bytes of parameters that were filled since the last call."""
 
-_SCALAR_HEAD = "score."
-_HEAD_SEED = 20_240_531
+_HEAD_WEIGHT, _HEAD_BIAS = "score.weight", "score.bias"
+_SCALAR_HEAD = (_HEAD_WEIGHT, _HEAD_BIAS)
+"""transformers' names of the head, in its sequence and its token classifiers of all supported families."""
 
 _LARGEST_LIST = 5
 """How many tensor names an error lists."""
 
 
-def load_hf(model: MegatronModel, folder: str | Path, progress: Progress | None = None) -> None:
+def load_hf(model: MegatronModel, folder: str | Path, progress: Progress | None = None, *, head_seed: int = 0) -> None:
     """Copies the weights of a Hugging Face folder into `model`, cast to the model's dtype. Collective over the world.
 
-    A scalar head that the folder lacks is drawn from N(0, 1/(hidden size + 1)), the same in every layout; one that is
-    there is read. Everything else must be there, in the right shape, and every tensor of the folder must have a place.
+    A critic or reward model comes from a language model, a sequence classifier or a token classifier. A scalar head
+    that the folder has is read; a new one is the same on every rank and in every layout (`_fill_new_head`). Everything
+    else must be there, in the right shape, and every tensor of the folder must have a place.
+
+    Args:
+        progress: is told the bytes of parameters that were filled since the last call.
+        head_seed: of the weights of a new reward head.
 
     Raises:
         ConfigError: on every rank, if any rank found something wrong; the message is the first such rank's.
@@ -45,7 +51,7 @@ def load_hf(model: MegatronModel, folder: str | Path, progress: Progress | None 
         _check_tensors(reader, shards)
         for shard in shards:
             _fill(shard, reader, progress)
-        _fill_missing_heads(model, reader, shards)
+            _fill_new_head(model, shard, reader, head_seed)
     except ConfigError as error:
         problem = str(error)
     except OSError as error:
@@ -62,6 +68,11 @@ def _check_tensors(reader: SafetensorsReader, shards: Iterable[Shard]) -> None:
         raise ConfigError(f"{reader.folder} lacks {_listed(missing)}, which config.json implies; copy the model again")
     for piece in pieces:
         found = reader.info(piece.hf_name).shape
+        if piece.hf_name in _SCALAR_HEAD and found[0] != piece.hf_shape[0]:
+            raise ConfigError(
+                f"{reader.file_of(piece.hf_name)}: the model has {found[0]} labels (tensor {piece.hf_name} has shape "
+                f"{list(found)}), but a reward model or critic has one score; use a model with num_labels 1"
+            )
         if found != piece.hf_shape:
             raise ConfigError(
                 f"{reader.file_of(piece.hf_name)}: tensor {piece.hf_name} has shape {list(found)}, but config.json "
@@ -70,7 +81,7 @@ def _check_tensors(reader: SafetensorsReader, shards: Iterable[Shard]) -> None:
 
 
 def _is_required(piece: Piece, reader: SafetensorsReader) -> bool:
-    return not piece.hf_name.startswith(_SCALAR_HEAD) or piece.hf_name in reader
+    return piece.hf_name not in _SCALAR_HEAD or piece.hf_name in reader
 
 
 def _fill(shard: Shard, reader: SafetensorsReader, progress: Progress | None) -> None:
@@ -85,18 +96,24 @@ def _fill(shard: Shard, reader: SafetensorsReader, progress: Progress | None) ->
             progress(piece.numel * shard.tensor.itemsize)
 
 
-def _fill_missing_heads(model: MegatronModel, reader: SafetensorsReader, shards: Iterable[Shard]) -> None:
-    """1/(hidden size + 1) is the variance that keeps first values near 0 whatever the size (arXiv:2009.01325)."""
-    generator = torch.Generator().manual_seed(_HEAD_SEED)
-    for shard in shards:
-        for piece in shard.pieces:
-            if not piece.hf_name.startswith(_SCALAR_HEAD) or piece.hf_name in reader:
-                continue
-            if piece.hf_name == "score.bias":
-                shard.tensor.zero_()
-            else:
-                scale = 1.0 / math.sqrt(model.hf_config.hidden_size + 1)
-                shard.tensor.copy_(torch.randn(piece.hf_shape, generator=generator) * scale)
+def _fill_new_head(model: MegatronModel, shard: Shard, reader: SafetensorsReader, seed: int) -> None:
+    """Gives a scalar head its first weights, where the folder has none.
+
+    A critic's are 0: before it has learned anything it then expects nothing, and the first advantages are the rewards
+    themselves. Random values would be noise in them, which GAE adds up along the response. Its gradient is not 0, since
+    it is the hidden state times the error. A reward model's are drawn from N(0, 1/(hidden size + 1)), which keeps first
+    scores near 0 whatever the size (arXiv:2009.01325): with 0 the layers below would not learn in the first step.
+    """
+    (name, *others) = {piece.hf_name for piece in shard.pieces}
+    if others or name not in _SCALAR_HEAD or name in reader:
+        return
+    if name == _HEAD_BIAS or model.role is Role.CRITIC:
+        shard.tensor.zero_()
+        return
+    # On the CPU and in float32, so that device and dtype do not change what is drawn.
+    generator = torch.Generator().manual_seed(seed)
+    scale = 1.0 / math.sqrt(model.hf_config.hidden_size + 1)
+    shard.tensor.copy_(torch.randn(shard.tensor.shape, generator=generator) * scale)
 
 
 def _unclaimed(model: MegatronModel, reader: SafetensorsReader, shards: Iterable[Shard]) -> str | None:
@@ -120,7 +137,7 @@ def _may_be_left(model: MegatronModel, name: str) -> bool:
     if name.endswith("rotary_emb.inv_freq"):
         return True  # saved by old versions of transformers; derived from the config
     is_lm_head = name == "lm_head.weight"
-    is_score = name.startswith(_SCALAR_HEAD)
+    is_score = name in _SCALAR_HEAD
     return (is_lm_head and (model.role is not Role.CAUSAL_LM or model.tied)) or (
         is_score and model.role is Role.CAUSAL_LM
     )

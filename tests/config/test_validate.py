@@ -85,6 +85,26 @@ ONE_MISTAKE = {
     "greedy samples that differ in nothing": (["rollout.val_kwargs.n=4"], 1, ["all samples of a prompt are the same"]),
     "top_k of nothing": (["rollout.top_k=0"], 1, ["-1"]),
     "an engine of several ranks that cannot be": (["rollout.tensor_model_parallel_size=2"], 2, ["transformers engine"]),
+    "evaluation of a dataset run by an engine of several ranks": (
+        ["rollout.engine=dataset", "rollout.tensor_model_parallel_size=2"],
+        2,
+        ["rollout.tensor_model_parallel_size is 2", "transformers engine"],
+    ),
+    "responses of two sources": (
+        ["rollout.engine=dataset", "rollout.replay_dir=."],
+        1,
+        ["rollout.engine dataset and rollout.replay_dir ."],
+    ),
+    "greedy answers of a dataset": (
+        ["rollout.engine=dataset", "algorithm.adv_estimator=remax"],
+        1,
+        ["algorithm.adv_estimator remax needs to generate", "rollout.engine dataset"],
+    ),
+    "further prompts from a replay": (
+        ["rollout.replay_dir=.", "algorithm.filter_groups.enable=true"],
+        1,
+        ["algorithm.filter_groups.enable needs to generate", "rollout.replay_dir"],
+    ),
     "engines that do not divide the world": (
         ["rollout.engine=sglang", "rollout.tensor_model_parallel_size=4"],
         6,

@@ -143,6 +143,25 @@ def test_digits_to_sort_and_their_demonstrations_have_the_same_questions(tmp_pat
     assert len(right) / 1000 == pytest.approx(0.3, abs=0.06)  # four standard deviations
 
 
+def test_pairs_prefer_the_right_order_to_every_kind_of_wrong_answer(tmp_path):
+    out = tmp_path / "a.parquet"
+    rows = rows_of("sorting", "--size", 600, "--seed", 5, "--out", out, "--pairs", out=out)
+    kinds = {"descending": 0, "another order": 0, "another digit": 0}
+    for row in rows:
+        digits, rejected = row["prompt"][0]["content"], row["rejected"]
+        assert row["chosen"] == "".join(sorted(digits)) != rejected
+        same_digits = sorted(rejected) == sorted(digits)
+        kind = (
+            ("descending" if rejected == row["chosen"][::-1] else "another order") if same_digits else "another digit"
+        )
+        kinds[kind] += 1
+    assert all(count > 120 for count in kinds.values()), kinds
+    questions = [
+        row["prompt"][0]["content"] for row in rows_of("sorting", "--size", 600, "--seed", 5, "--out", out, out=out)
+    ]
+    assert questions == [row["prompt"][0]["content"] for row in rows]
+
+
 def test_the_same_seed_writes_the_same_file_over_an_old_one(tmp_path):
     contents = []
     for seed in (1, 1, 2):

@@ -21,7 +21,19 @@ KEYS = ["actor.ppo_mini_batch_size=4", "rollout.check_weight_sync=true", "optim.
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`whole`: four steps. `first`: two, with a checkpoint. Then the same run goes on, in three layouts."""
     folder = tmp_path_factory.mktemp("resume")
-    config = make_tiny_run(folder, trainer={"logger": ["jsonl"], "val_before_train": False}, model={"dtype": "float32"})
+    # PPO with all that has a state: a critic, a KL controller, and a buffer of samples.
+    config = make_tiny_run(
+        folder,
+        trainer={"logger": ["jsonl"], "val_before_train": False},
+        critic={"optim": {"lr": 1e-3, "eps": 1e-4, "lr_warmup_steps": 3}},
+        algorithm={
+            "adv_estimator": "gae",
+            "lam": 0.9,
+            "use_kl_in_reward": True,
+            "kl_ctrl": {"type": "adaptive", "kl_coef": 0.05, "horizon": 20},
+            "pf_ppo": {"enable": True, "buffer_size": 24},
+        },
+    )
     total, saving = "trainer.total_training_steps=4", "trainer.save_freq=2"
     runs = {"whole": [*KEYS, total], "first": [*KEYS, total, saving]}
     torchrun(1, PROGRAM, config, folder, json.dumps(runs))
@@ -37,7 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    return load_file(folder / name / "hf" / "model.safetensors")
+    """Of actor and critic."""
+    critic = load_file(folder / name / "critic-hf" / "model.safetensors")
+    return {**load_file(folder / name / "hf" / "model.safetensors"), **{f"critic {n}": t for n, t in critic.items()}}
 
 
 @pytest.mark.timeout(600)
@@ -61,9 +75,12 @@ def test_resuming_in_another_layout_goes_on_with_the_optimizer_state(folder: Pat
     """The next step's rollouts are of the same weights, so its metrics agree as far as float32 does."""
     expected, found = read_metrics(folder / "whole")[2], read_metrics(folder / layout)[0]
     assert found["step"] == 3
-    for name in ("actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/score/mean", "response_length/mean"):
+    same = ("actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/score/mean", "response_length/mean")
+    for name in (*same, "critic/vf_loss", "critic/grad_norm", "critic/lr", "critic/kl_coeff"):
         assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
     start = load_file(folder / "model" / "model.safetensors")
     for name, tensor in weights(folder, "whole").items():
-        moved, apart = (tensor - start[name]).norm(), (weights(folder, layout)[name] - tensor).norm()
+        # The critic began as the model, with a head of zeros.
+        before = start.get(name.removeprefix("critic "), torch.zeros_like(tensor))
+        moved, apart = (tensor - before).norm(), (weights(folder, layout)[name] - tensor).norm()
         assert apart < 0.01 * moved, name

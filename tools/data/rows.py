@@ -111,16 +111,25 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """
     if not rows:
         raise ConfigError(f"{path} would have no rows: the input is empty.")
+    write_table(path, pa.Table.from_pylist(list(rows)), ROW_GROUP_ROWS)
+
+
+def write_table(path: Path, table: pa.Table, row_group_rows: int) -> None:
+    """Writes a parquet file, as `write_rows` does.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     part = path.with_name(f".{path.name}.part{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(list(rows)), part, row_group_size=ROW_GROUP_ROWS)
+        pq.write_table(table, part, row_group_size=row_group_rows)
         part.replace(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror or error}); choose another place.") from None
     finally:
         part.unlink(missing_ok=True)
-    print(f"wrote {len(rows):,} rows to {path}")
+    print(f"wrote {table.num_rows:,} rows to {path}")
 
 
 def run(main: Callable[[], None]) -> None:

@@ -2,11 +2,14 @@
 
     python tools/data/sorting.py --digits 4 --size 4000 --out data/sorting/train.parquet
     python tools/data/sorting.py --digits 4 --size 4000 --demonstrations --out data/sorting/sft.parquet
+    python tools/data/sorting.py --digits 4 --size 4000 --pairs --out data/sorting/pairs.parquet
 
 The question is `3142`, the ground truth `1234`, graded by exact match. With `--demonstrations` the rows are
 conversations for supervised fine-tuning instead. As in data that was collected and not made, not all of them are right:
 a share (`--wrong-share`) sorts in descending order. A model that imitates them does both, and reinforcement learning
-has to find out which of the two is wanted. Both forms have the same questions for the same `--seed` and sizes.
+has to find out which of the two is wanted. With `--pairs` the rows are for reward models: the right answer is
+preferred to one in descending order, in no order, or with another digit. All forms have the same questions for the same
+`--seed` and sizes.
 """
 
 from __future__ import annotations
@@ -24,7 +27,11 @@ from megarl.config.errors import ConfigError
 def main() -> None:
     parser = argparse.ArgumentParser(description="Generate digits to sort, and write them to parquet.")
     parser.add_argument("--digits", type=int, default=4, metavar="N", help="digits of each question (default: 4)")
-    parser.add_argument("--demonstrations", action="store_true", help="write conversations for SFT (column: messages)")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--demonstrations", action="store_true", help="write conversations for SFT (column: messages)")
+    form.add_argument(
+        "--pairs", action="store_true", help="write preferences for reward models (columns: prompt, chosen, rejected)"
+    )
     parser.add_argument(
         "--wrong-share",
         type=float,
@@ -49,6 +56,9 @@ def main() -> None:
             ground_truth="".join(sorted(digits)),
             extra_info={"index": number, "question": digits},
         )
+        if options.pairs:
+            rejected = wrong_answer(digits, random.Random(f"{options.seed} {number}"))
+            return {"prompt": prompt["prompt"], "chosen": "".join(sorted(digits)), "rejected": rejected}
         if not options.demonstrations:
             return prompt
         answer = "".join(sorted(digits, reverse=is_wrong))
@@ -63,6 +73,17 @@ def draw_digits(count: int, wrong_share: float, seed: int) -> Iterator[tuple[str
     while True:
         digits = "".join(generator.choices("0123456789", k=count))
         yield digits, generator.random() < wrong_share
+
+
+def wrong_answer(digits: str, generator: random.Random) -> str:
+    """Digits that are not `digits` in ascending order: each of three kinds as often, where there is such an answer."""
+    right = sorted(digits)
+    changed = list(right)
+    changed[generator.randrange(len(changed))] = generator.choice("0123456789")
+    answers = [right[::-1], generator.sample(right, len(right)), changed]
+    generator.shuffle(answers)
+    wrong = [answer for answer in answers if answer != right]
+    return "".join(wrong[0]) if wrong else wrong_answer(digits, generator)
 
 
 if __name__ == "__main__":

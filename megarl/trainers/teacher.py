@@ -1,0 +1,125 @@
+"""What a larger reward model says about pairs: computed once before training, and kept in the run's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megarl.config import ConfigError, RunConfig
+from megarl.config.model_shape import ModelShape
+from megarl.data.chat import ChatTokenizer, load_chat_tokenizer
+from megarl.data.pairs import PairDataset
+from megarl.models.build import MegatronModel, Role
+from megarl.models.scores import scoring_pad_token_id
+from megarl.parallel.groups import Groups
+from megarl.trainers.scoring import score_everywhere
+from megarl.trainers.setup import load_model
+
+_PAIRS_AT_ONCE = 1024
+"""Pairs whose tokens are in memory at a time."""
+
+_TENSOR, _CHECKSUM = "scores", "checksum"
+
+
+def teacher_scores(
+    config: RunConfig, groups: Groups, name: str, data: PairDataset, chat: ChatTokenizer
+) -> torch.Tensor:
+    """The scores that `reward_model.teacher` gives both responses of every pair. Collective over the world.
+
+    The teacher is sharded as the model is, and is in memory in here only. Its scores are read from the run's folder
+    where they are of the same data and the same teacher (`_checksum`).
+
+    Args:
+        name: of the data, for the file.
+        chat: the model's own.
+
+    Returns:
+        float32 [pairs, 2] on the CPU, chosen and rejected, on every rank.
+
+    Raises:
+        ConfigError: the teacher cannot be loaded, or it reads other tokens than the model.
+    """
+    folder = Path(str(config.reward_model.teacher))
+    _check_tokenizer(folder, chat)
+    file = Path(config.trainer.default_local_dir, f"teacher-scores-{name}.safetensors")
+    checksum = _checksum(folder, data) if groups.rank == 0 else ""
+    kept: list[torch.Tensor | None] = [_read(file, checksum) if groups.rank == 0 else None]
+    dist.broadcast_object_list(kept)
+    if kept[0] is not None:
+        return kept[0]
+    teacher = load_model(config, groups, role=Role.REWARD, path=folder)
+    scores = score_pairs(
+        teacher,
+        data,
+        ModelShape.from_hf(folder),
+        max_tokens=config.actor.max_tokens_per_micro_batch,
+        pad_token_id=scoring_pad_token_id(folder),
+    )
+    if groups.rank == 0:
+        _write(file, scores, checksum)
+    return scores
+
+
+def score_pairs(
+    model: MegatronModel, data: PairDataset, shape: ModelShape, *, max_tokens: int, pad_token_id: int | None
+) -> torch.Tensor:
+    """The scores of both responses of every pair, float32 [pairs, 2], on every rank. Collective over the world."""
+    parts = []
+    for start in range(0, len(data), _PAIRS_AT_ONCE):
+        pairs = data.examples(range(start, min(start + _PAIRS_AT_ONCE, len(data))))
+        sequences = [torch.tensor(side.token_ids) for pair in pairs for side in (pair.chosen, pair.rejected)]
+        scores = score_everywhere(model, sequences, shape, max_tokens=max_tokens, pad_token_id=pad_token_id)
+        parts.append(scores.view(-1, 2))
+    return torch.cat(parts)
+
+
+def _check_tokenizer(folder: Path, chat: ChatTokenizer) -> None:
+    other = load_chat_tokenizer(folder, "reward_model.teacher")
+    for what, is_same in (
+        ("vocabulary", other.tokenizer.get_vocab() == chat.tokenizer.get_vocab()),
+        ("chat template", other.tokenizer.get_chat_template() == chat.tokenizer.get_chat_template()),
+    ):
+        if not is_same:
+            raise ConfigError(
+                f"reward_model.teacher {folder} has another {what} than model.path {chat.path}: it would score other "
+                "tokens than the model is to learn from; take a teacher with the same tokenizer."
+            )
+
+
+def _checksum(teacher: Path, data: PairDataset) -> str:
+    """Of the pairs' tokens, and of the teacher's config and weights, by the files' sizes and times of change.
+
+    Reading the weights would take minutes where they are many.
+    """
+    digest = hashlib.sha256((teacher / "config.json").read_bytes())
+    for file in sorted(teacher.glob("*.safetensors")):
+        state = file.stat()
+        digest.update(f"{file.name} {state.st_size} {state.st_mtime_ns}\n".encode())
+    for start in range(0, len(data), _PAIRS_AT_ONCE):
+        for pair in data.examples(range(start, min(start + _PAIRS_AT_ONCE, len(data)))):
+            digest.update(repr((pair.chosen.token_ids, pair.rejected.token_ids)).encode())
+    return digest.hexdigest()
+
+
+def _read(file: Path, checksum: str) -> torch.Tensor | None:
+    """Scores that are kept, if they are those that the checksum is of."""
+    try:
+        with safe_open(str(file), framework="pt") as content:
+            if (content.metadata() or {}).get(_CHECKSUM) == checksum:
+                return content.get_tensor(_TENSOR)
+    except (FileNotFoundError, SafetensorError):
+        pass  # none, or not written to its end: scored again
+    return None
+
+
+def _write(file: Path, scores: torch.Tensor, checksum: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.new")
+    save_file({_TENSOR: scores}, str(temporary), {_CHECKSUM: checksum})
+    os.replace(temporary, file)
