@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from quickstart_jobs import SMOLLM2, TINY, Job
-from quickstart_stages import Stages
+from quickstart_stages import Stages, at_least_one
 from safetensors import safe_open
 
 
@@ -45,22 +45,15 @@ def parse_options() -> argparse.Namespace:
         "--output", type=Path, metavar="DIR", help="folder to fill (default: outputs/quickstart or quickstart-tiny)"
     )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of questions, sampling and data order")
-    parser.add_argument("--ranks", type=_at_least_one, default=2, metavar="N", help="processes (default: 2)")
+    parser.add_argument("--ranks", type=at_least_one, default=2, metavar="N", help="processes (default: 2)")
     parser.add_argument(
         "--steps",
-        type=_at_least_one,
+        type=at_least_one,
         metavar="N",
         help="steps of each training run, to see the path in less time (default: what its config says)",
     )
     parser.add_argument("--tiny", action="store_true", help="train a tiny model from scratch instead of SmolLM2-135M")
     return parser.parse_args()
-
-
-def _at_least_one(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
 
 
 def summarise(job: Job, output: Path, seed: int, stages: Stages) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def carry_out_smollm2(stages: Stages, output: Path, seed: int, steps: int | None
         *(text for param in params for text in ("--param", param)),
         # The model answers in a sentence; what counts is the number in it.
         *("--grader", "gsm8k_flexible"),
-        *_files(output, seed, size=152, held_out=SMOLLM2.held_out_prompts),
+        *dataset_options(output, seed, size=152, held_out=SMOLLM2.held_out_prompts),
     )
     _train_by_grpo(stages, SMOLLM2, output, output / "model", seed, steps)
 
@@ -51,8 +51,8 @@ def carry_out_tiny(stages: Stages, output: Path, seed: int, steps: int | None) -
             *("--out", output / "model", "--hidden", "64", "--layers", "3", "--seed", str(seed)),
         )
     sorting, sizes = "tools/data/sorting.py", {"size": 8_000, "held_out": TINY.held_out_prompts}
-    stages.run("data", sorting, *_files(output, seed, **sizes))
-    stages.run("data", sorting, "--demonstrations", *_files(output, seed, prefix="demonstrations-", **sizes))
+    stages.run("data", sorting, *dataset_options(output, seed, **sizes))
+    stages.run("data", sorting, "--demonstrations", *dataset_options(output, seed, prefix="demonstrations-", **sizes))
     stages.train(
         "sft",
         "tiny_sft.yaml",
@@ -83,7 +83,7 @@ def _convert_smollm2(stages: Stages, output: Path) -> None:
     stages.run("model", "tools/convert/gguf_to_hf.py", *arguments)
 
 
-def _files(output: Path, seed: int, *, size: int, held_out: int, prefix: str = "") -> list[str | Path]:
+def dataset_options(output: Path, seed: int, *, size: int, held_out: int, prefix: str = "") -> list[str | Path]:
     """Options of a dataset tool: questions to train on, and others to measure with."""
     train, test = (output / "data" / f"{prefix}{split}.parquet" for split in ("train", "test"))
     return [

@@ -42,10 +42,17 @@ def discounted_sums(
     if torch.equal(is_token, valid[:, :longest]):
         _scan(out[:, :longest], rewards, is_token, factor, values, gamma)
         return out
-    left = lambda given: out.new_zeros(is_token.shape).masked_scatter_(is_token, given[valid].float())
+    places, places_left = (tensor.reshape(-1).nonzero().squeeze(1) for tensor in (valid, is_token))
+    # Indexing with the masks themselves would search for these places anew each time.
+    left = lambda given: out.new_zeros(is_token.shape).masked_scatter_(is_token, _at(given, places))
     sums = out.new_empty(is_token.shape)
     _scan(sums, left(rewards), is_token, factor, None if values is None else left(values), gamma)
-    return out.masked_scatter_(valid, sums[is_token])
+    return out.masked_scatter_(valid, _at(sums, places_left))
+
+
+def _at(given: Tensor, places: Tensor) -> Tensor:
+    """float32 [places], the values at these places of the flattened tensor."""
+    return given.reshape(-1).index_select(0, places).float()
 
 
 def _scan(out: Tensor, rewards: Tensor, is_token: Tensor, factor: float, values: Tensor | None, gamma: float) -> None:

@@ -1,4 +1,4 @@
-"""Advantage estimators and policy losses from a person's own file, by name, without a change to megarl."""
+"""Advantage estimators and losses from a person's own file, by name, without a change to megarl."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 
 from megarl.algorithms.advantages import advantage_estimator
 from megarl.algorithms.policy_loss import policy_loss
+from megarl.algorithms.preference import preference_loss
 
-_REGISTRIES = (advantage_estimator, policy_loss)
+_REGISTRIES = (advantage_estimator, policy_loss, preference_loss)
 
 
 def load_plugins(paths: Sequence[str | Path], key: str) -> None:
@@ -61,7 +62,8 @@ def _load(path: Path, key: str) -> None:
         del sys.modules[name]
         raise ValueError(
             f"{key}: {path} registers nothing; decorate a function with @advantage_estimator(name) of "
-            "megarl.algorithms.advantages or @policy_loss(name) of megarl.algorithms.policy_loss."
+            "megarl.algorithms.advantages, @policy_loss(name) of megarl.algorithms.policy_loss or "
+            "@preference_loss(name) of megarl.algorithms.preference."
         )
 
 

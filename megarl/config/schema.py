@@ -109,9 +109,9 @@ class RewardConfig:
     """Seconds that one response may take to score."""
     failure_score: float = 0.0
     """Reward where scoring raised an error or took too long. Such responses are counted in the metrics."""
-    rule_weight: float = 1.0
-    """What the score of graders or of the reward function is multiplied by. 0: they are not run, which leaves the
-    reward model."""
+    rule_weight: float | None = 1.0
+    """What the score of graders or of the reward function is multiplied by. 0: they only show in the metrics. null:
+    they are not run, which leaves the reward model."""
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """A reward model."""
     overlong_buffer: OverlongConfig = field(default_factory=OverlongConfig)

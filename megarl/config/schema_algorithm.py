@@ -5,13 +5,10 @@ from dataclasses import dataclass, field
 from megarl.config.fields import rules, setting
 from megarl.config.schema_learning import KL_ESTIMATORS
 
-ROW_ESTIMATORS = ("grpo", "rloo", "opo", "gpg", "grpo_passk", "gdpo")
-"""Advantage estimators that give one number to a sample; the other ones give one to a token."""
+GROUP_ESTIMATORS = ("grpo", "rloo", "opo", "gpg", "grpo_passk", "gdpo", "reinforce_plus_plus_baseline")
+"""Advantage estimators that compare the samples of a prompt."""
 
-ADVANTAGE_ESTIMATORS = ("gae", *ROW_ESTIMATORS, "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax")
-
-GROUP_ESTIMATORS = (*ROW_ESTIMATORS, "reinforce_plus_plus_baseline")
-"""Those that compare the samples of a prompt."""
+ADVANTAGE_ESTIMATORS = ("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "remax")
 
 
 REJECTION_RULES = ("none", *(f"{level}_{name}" for level in ("token", "sequence") for name in ("k1", "k2", "k3")))
@@ -53,8 +50,8 @@ class PolicyFilteringConfig:
     enable: bool = False
     """Whether each step trains on samples drawn from the recent ones, with weights by reward."""
     reweight_method: str = setting("pow", choices=("pow", "max_min", "max_random"))
-    """The weights: |reward|^weight_pow; 1 for the best and the worst of a group and 0 for others; or the best, and 0.4
-    for the others. verl's name."""
+    """The weights: |score|^weight_pow; 1 for the best and the worst score of all and 0 for others; or 0.4 for the best
+    and 0.1 for others. verl's name."""
     weight_pow: float = setting(2.0, at_least=0)
     """The exponent of pow. verl's default."""
     buffer_size: int = setting(0, at_least=0)

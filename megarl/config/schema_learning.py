@@ -54,7 +54,7 @@ class ActorConfig:
     kl_cov_ratio: float = setting(0.0002, above=0, at_most=1)
     """kl_cov: share of the tokens of a mini-batch, those of largest covariance, that are penalised (arXiv:2505.22617).
     verl's name and default."""
-    ppo_kl_coef: float = setting(1.0, at_least=0)
+    ppo_kl_coef: float = setting(0.1, at_least=0)
     """kl_cov: weight of the penalty. verl's name and default."""
     clip_cov_ratio: float = setting(0.0002, above=0, at_most=1)
     """clip_cov: share of the tokens that lose their gradient (arXiv:2505.22617). verl's name and default."""

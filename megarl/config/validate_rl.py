@@ -111,8 +111,9 @@ def _kl_problems(config: RunConfig) -> Iterator[str]:
 
 def _reward_problems(config: RunConfig) -> Iterator[str]:
     reward, limit = config.reward, config.data.max_response_length
-    if reward.rule_weight == 0 and reward.model.path is None:
-        yield "reward.rule_weight is 0 and reward.model.path is null, so nothing scores: set one of them."
+    if not reward.rule_weight and reward.model.path is None:
+        weight = "null" if reward.rule_weight is None else "0"
+        yield f"reward.rule_weight is {weight} and reward.model.path is null, so nothing scores: set one of them."
     if reward.overlong_buffer.enable and reward.overlong_buffer.len > limit:
         yield (
             f"reward.overlong_buffer.len is {reward.overlong_buffer.len} tokens, more than data.max_response_length "

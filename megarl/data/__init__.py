@@ -1,7 +1,7 @@
 """From rows to what a forward pass takes: datasets, the order in which they are drawn, packing into micro-batches.
 
 - `prompts`: `PromptDataset`, rows in verl's columns as `Prompt`s (`sample`); `sft`: `SftDataset`, conversations with a
-  loss mask (`turns`). Both read `parquet` files lazily, speak through the model's chat template (`chat`), and have one
+  loss mask (`turns`); `pairs`: `PairDataset`, a preferred response and another. They read `parquet` files lazily, speak through the model's chat template (`chat`), and have one
   rule for what is too long (`lengths`).
 - `responses`: `OfflineResponses`, prompts whose responses the files have too (`response_rows`).
 - `sampler`: `PromptSampler`, which rows each step takes; its state can be saved.

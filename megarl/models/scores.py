@@ -1,4 +1,5 @@
-"""Scores of whole sequences: a reward model's value at each sequence's last token, on every rank that needs it."""
+"""Numbers of whole sequences, on every rank that needs them: sums over tokens, such as the log-prob of a response, and
+scores, which are a reward model's value at each sequence's last token."""
 
 from __future__ import annotations
 
@@ -52,13 +53,32 @@ def sequence_scores(values: torch.Tensor, shard: PackedBatch, group: dist.Proces
     Returns:
         float32 [sequences] or [sequences, n], by ascending row.
     """
-    places = shard.columns[SCORED].nonzero().squeeze(1)
+    return sequence_sums(values, shard.columns[SCORED], shard, group)
+
+
+def sequence_sums(
+    values: torch.Tensor, mask: torch.Tensor, shard: PackedBatch, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The sum over the tokens under `mask` of each sequence of a pack; of losses and gradients as `sequence_scores`.
+
+    Collective over `group`.
+
+    Args:
+        values: float32 [tokens], or several numbers a token [tokens, n], of this rank's tokens.
+        mask: [tokens], 0 on padding; values where it is 0 are not read.
+        shard: the micro-batch of this rank.
+        group: the context-parallel group.
+
+    Returns:
+        float32 [sequences] or [sequences, n], by ascending row; 0 where nothing is under the mask.
+    """
+    places = mask.nonzero().squeeze(1)
     in_pack = zigzag_positions(shard.bounds, group.size(), group.rank())[places.cpu()]
     sequence = torch.searchsorted(shard.cu_seqlens.long().cpu(), in_pack, right=True) - 1
     order = torch.tensor(shard.rows, dtype=torch.int64).argsort().argsort()
-    scores = values.new_zeros(len(shard.rows), *values.shape[1:])
-    scores = scores.index_add(0, order[sequence].to(values.device), values[places])
-    return _SumOverContext.apply(scores, group) if group.size() > 1 and len(order) else scores
+    sums = values.new_zeros(len(shard.rows), *values.shape[1:])
+    sums = sums.index_add(0, order[sequence].to(values.device), values[places])
+    return _SumOverContext.apply(sums, group) if group.size() > 1 and len(order) else sums
 
 
 class _SumOverContext(torch.autograd.Function):

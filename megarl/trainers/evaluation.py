@@ -13,7 +13,11 @@ import torch.distributed as dist
 from megarl.data.prompts import PromptDataset
 from megarl.data.sample import Sample
 from megarl.parallel.groups import Groups
-from megarl.trainers.generation import Generator, Sampling, share_of
+from megarl.rewards.outcome import SCORE
+from megarl.trainers.generation import MODEL, RULE, Generator, Sampling, share_of
+
+REPORTED = {SCORE: "reward", RULE: RULE, MODEL: MODEL}
+"""The rewards that evaluations report, and their names in metrics."""
 
 VALIDATION_DRAW = 2**31
 """Added to the step in the seeds of evaluation, so that they are not those of training."""
@@ -37,7 +41,8 @@ def evaluate(
         kind: which evaluation this is: `core`, or `sampled`.
 
     Returns:
-        `val-<kind>/<source>/reward/mean@n` and, for n > 1, `best@n` and `pass@k`, on every rank.
+        `val-<kind>/<source>/reward/mean@n` and, for n > 1, `best@n` and `pass@k`, on every rank. Where a reward model
+        judges too, also `rule` and `model` in place of `reward`, the two parts of the score.
 
     Writes:
         `folder/<kind>-step-N.jsonl`, on rank 0: prompt, response and score of each sample.
@@ -54,23 +59,26 @@ def evaluate(
 
 
 def validation_metrics(samples: Sequence[Sample], n: int) -> dict[str, float]:
-    """Means by data source, of samples of all prompts, n each.
+    """Means by data source, of samples of all prompts, n each: of the score as `reward`, and of its parts, if any.
 
     `mean@n`: mean score. `best@n`: mean of each prompt's best score. `pass@k` for k = 1, 2, 4, … ≤ n: the chance that
     one of k samples is right (score ≥ 1), by the unbiased estimator of arXiv:2107.03374.
     """
-    scores: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    scores: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
-        scores[sample.prompt.data_source][sample.group].append(sample.rewards["score"])
+        for reward, name in REPORTED.items():
+            if reward in sample.rewards:
+                scores[sample.prompt.data_source, name][sample.group].append(sample.rewards[reward])
     metrics = {}
-    for source, by_group in sorted(scores.items()):
+    for (source, name), by_group in sorted(scores.items()):
         table = numpy.array([by_group[group] for group in sorted(by_group)])
-        metrics[f"{source}/reward/mean@{n}"] = float(table.mean())
+        metrics[f"{source}/{name}/mean@{n}"] = float(table.mean())
         if n > 1:
-            metrics[f"{source}/reward/best@{n}"] = float(table.max(axis=1).mean())
+            metrics[f"{source}/{name}/best@{n}"] = float(table.max(axis=1).mean())
+        if n > 1 and name != MODEL:  # a reward model's score says nothing of right and wrong
             right = (table >= 1.0).sum(axis=1)
             for k in _powers_of_two(n):
-                metrics[f"{source}/reward/pass@{k}"] = float(numpy.mean([_pass_at_k(n, c, k) for c in right]))
+                metrics[f"{source}/{name}/pass@{k}"] = float(numpy.mean([_pass_at_k(n, c, k) for c in right]))
     return metrics
 
 

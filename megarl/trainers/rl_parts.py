@@ -183,7 +183,7 @@ def build_rl_parts(config: RunConfig, groups: Groups) -> RLParts:
             chat,
             seed=seed,
             judge=Judge(config, groups) if config.reward.model.path else None,
-            rule_weight=config.reward.rule_weight,
+            rule_weight=config.reward.rule_weight or 0.0,
             judge_weight=config.reward.model.weight,
         )
         shape = ModelShape.from_hf(config.model.path)
@@ -239,7 +239,7 @@ def load_plugins_of(config: RunConfig) -> None:
 
 def _graders(config: RunConfig, datasets: Sequence[PromptDataset]) -> RewardManager | None:
     """None where the reward model alone scores."""
-    if config.reward.rule_weight == 0:
+    if config.reward.rule_weight is None:
         return None
     return RewardManager(config.reward, {RewardSource(*source) for data in datasets for source in data.sources})
 

@@ -10,7 +10,7 @@ import torch
 from megarl.config import RunConfig
 from megarl.data.chat import load_chat_tokenizer
 from megarl.data.packing import PackedBatch
-from megarl.data.sft import SftDataset, SftExample
+from megarl.data.sft import SftDataset
 from megarl.models.outputs import token_logprobs
 from megarl.models.pipeline import OutputFunction
 from megarl.models.train import TrainableModel
@@ -41,8 +41,11 @@ class SftTask(Task):
         self.val_data = SftDataset(config.data.val_files, chat, config.data) if config.data.val_files else None
 
     def examples(self, data: SftDataset, indices: Sequence[int]) -> list[Example]:
-        # The first token is predicted from nothing; it is the assistant's where a conversation was cut there.
-        return [Example(rows=(_row(each),), weight=sum(each.loss_mask[1:])) for each in data.examples(list(indices))]
+        return [
+            # The first token is predicted from nothing; it is the assistant's where a conversation was cut there.
+            Example(rows=(learned_row(each.token_ids, each.loss_mask),), weight=sum(each.loss_mask[1:]))
+            for each in data.examples(list(indices))
+        ]
 
     def output_function(self, model: TrainableModel, total: float) -> OutputFunction:
         def negative_logprob(logits: torch.Tensor, shard: PackedBatch) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -54,11 +57,11 @@ class SftTask(Task):
         return negative_logprob
 
 
-def _row(example: SftExample) -> Row:
-    """A token's mask stands where the token is predicted: one place earlier."""
-    mask = torch.tensor([*example.loss_mask[1:], 0], dtype=torch.float32)
-    first = next((i for i, learned in enumerate(example.loss_mask) if learned and i), len(example.token_ids))
-    return Row(token_ids=torch.tensor(example.token_ids), first_target=first, columns={MASK: mask})
+def learned_row(token_ids: Sequence[int], loss_mask: Sequence[int]) -> Row:
+    """A conversation with `MASK`. A token's mask stands where the token is predicted: one place earlier."""
+    mask = torch.tensor([*loss_mask[1:], 0], dtype=torch.float32)
+    first = next((i for i, learned in enumerate(loss_mask) if learned and i), len(token_ids))
+    return Row(token_ids=torch.tensor(token_ids), first_target=first, columns={MASK: mask})
 
 
 def run_sft(config: RunConfig, groups: Groups) -> None:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from megarl.config import ConfigError, RunConfig
 from megarl.config.model_shape import ModelShape
@@ -18,13 +14,12 @@ from megarl.data.pairs import PairDataset
 from megarl.models.build import MegatronModel, Role
 from megarl.models.scores import scoring_pad_token_id
 from megarl.parallel.groups import Groups
+from megarl.trainers.kept import kept_or_computed, model_checksum
 from megarl.trainers.scoring import score_everywhere
 from megarl.trainers.setup import load_model
 
 _PAIRS_AT_ONCE = 1024
 """Pairs whose tokens are in memory at a time."""
-
-_TENSOR, _CHECKSUM = "scores", "checksum"
 
 
 def teacher_scores(
@@ -47,22 +42,18 @@ def teacher_scores(
     """
     folder = Path(str(config.reward_model.teacher))
     _check_tokenizer(folder, chat)
+
+    def compute() -> torch.Tensor:
+        return score_pairs(
+            load_model(config, groups, role=Role.REWARD, path=folder),
+            data,
+            ModelShape.from_hf(folder),
+            max_tokens=config.actor.max_tokens_per_micro_batch,
+            pad_token_id=scoring_pad_token_id(folder),
+        )
+
     file = Path(config.trainer.default_local_dir, f"teacher-scores-{name}.safetensors")
-    checksum = _checksum(folder, data) if groups.rank == 0 else ""
-    kept: list[torch.Tensor | None] = [_read(file, checksum) if groups.rank == 0 else None]
-    dist.broadcast_object_list(kept)
-    if kept[0] is not None:
-        return kept[0]
-    teacher = load_model(config, groups, role=Role.REWARD, path=folder)
-    scores = score_pairs(
-        teacher,
-        data,
-        ModelShape.from_hf(folder),
-        max_tokens=config.actor.max_tokens_per_micro_batch,
-        pad_token_id=scoring_pad_token_id(folder),
-    )
-    if groups.rank == 0:
-        _write(file, scores, checksum)
+    scores, _ = kept_or_computed(file, lambda: _checksum(folder, data), compute)
     return scores
 
 
@@ -93,33 +84,8 @@ def _check_tokenizer(folder: Path, chat: ChatTokenizer) -> None:
 
 
 def _checksum(teacher: Path, data: PairDataset) -> str:
-    """Of the pairs' tokens, and of the teacher's config and weights, by the files' sizes and times of change.
-
-    Reading the weights would take minutes where they are many.
-    """
-    digest = hashlib.sha256((teacher / "config.json").read_bytes())
-    for file in sorted(teacher.glob("*.safetensors")):
-        state = file.stat()
-        digest.update(f"{file.name} {state.st_size} {state.st_mtime_ns}\n".encode())
+    digest = hashlib.sha256(model_checksum(teacher).encode())
     for start in range(0, len(data), _PAIRS_AT_ONCE):
         for pair in data.examples(range(start, min(start + _PAIRS_AT_ONCE, len(data)))):
             digest.update(repr((pair.chosen.token_ids, pair.rejected.token_ids)).encode())
     return digest.hexdigest()
-
-
-def _read(file: Path, checksum: str) -> torch.Tensor | None:
-    """Scores that are kept, if they are those that the checksum is of."""
-    try:
-        with safe_open(str(file), framework="pt") as content:
-            if (content.metadata() or {}).get(_CHECKSUM) == checksum:
-                return content.get_tensor(_TENSOR)
-    except (FileNotFoundError, SafetensorError):
-        pass  # none, or not written to its end: scored again
-    return None
-
-
-def _write(file: Path, scores: torch.Tensor, checksum: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.new")
-    save_file({_TENSOR: scores}, str(temporary), {_CHECKSUM: checksum})
-    os.replace(temporary, file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 
 import pytest
@@ -116,6 +117,17 @@ def test_groups_spread_over_ranks_give_the_same_to_the_last_bit(name: str) -> No
             assert {key: int(value) for key, value in share.counts.items()} == {
                 key: int(value) for key, value in whole.counts.items()
             }
+
+
+def test_rewards_that_cancel_give_the_same_in_whatever_order_they_are_added() -> None:
+    scores = torch.tensor([1e20, 1.0, -1e20, 3.0])
+    found = {
+        order: _estimate("grpo", _scores(scores[list(order)].tolist(), [0] * 4), norm_adv_by_std=False)
+        .advantages.squeeze(1)[list(order).index(1)]
+        .item()
+        for order in itertools.permutations(range(4))
+    }
+    assert len(set(found.values())) == 1
 
 
 @pytest.mark.parametrize("name", ROW_LEVEL)

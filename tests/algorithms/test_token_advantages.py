@@ -104,6 +104,13 @@ def test_thousands_of_tokens_keep_their_digits() -> None:
     _assert_rows(result.returns, batch, returns)
 
 
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
+def test_sums_go_on_from_block_to_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.algorithms.backward_sums._BLOCK_ELEMENTS", 1)
+    batch = make_batch(rows=9, time=150, holes=False)
+    _assert_rows(_estimate(name, batch).returns, batch, _loop(name, batch, 0.98, 0.9)[1])
+
+
 def test_gae_with_lambda_one_is_the_discounted_return_less_the_value() -> None:
     batch = make_batch()
     gae = _estimate("gae", batch, gamma=0.97, lam=1.0, normalize=False)

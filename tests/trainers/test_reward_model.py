@@ -155,5 +155,5 @@ def concordance(a: list[float], b: list[float]) -> float:
 @pytest.mark.parametrize("layout", ["one", "TP2 PP2", "CP2 DP2"])
 def test_the_teachers_scores_that_are_kept_are_transformers(folder: Path, layout: str) -> None:
     for name in ("train", "val"):
-        kept = load_file(folder / layout / f"teacher-scores-{name}.safetensors")["scores"]
+        kept = load_file(folder / layout / f"teacher-scores-{name}.safetensors")["numbers"]
         assert torch.allclose(kept, scores_of(folder / "teacher", folder / f"{name}.parquet"), atol=1e-4)

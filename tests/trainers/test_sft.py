@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.launch import torchrun
 from tests.trainers.tiny_pairs import WORDS, make_tiny_chat_model
@@ -172,3 +172,14 @@ def test_a_run_that_has_stopped_does_not_go_on_when_it_is_started_again(stopping
     before = read_metrics(stopping / "stopped")
     torchrun(1, PROGRAM, stopping / "run.yaml", stopping, json.dumps({"stopped": STOPPING}))
     assert read_metrics(stopping / "stopped") == before
+
+
+def test_a_run_whose_gradient_stays_nan_ends_and_says_so(folder: Path) -> None:
+    shutil.copytree(folder / "model", folder / "broken")
+    weights = load_file(folder / "broken" / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, folder / "broken" / "model.safetensors", {"format": "pt"})
+    runs = {"broken run": [f"model.path={folder / 'broken'}", "trainer.total_training_steps=5"]}
+    result = torchrun(1, PROGRAM, folder / "run.yaml", folder, json.dumps(runs), check=False)
+    assert result.returncode != 0
+    assert "NaN or infinite in 3 steps in a row, the last is optimizer step 3" in result.stderr
