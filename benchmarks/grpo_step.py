@@ -74,18 +74,23 @@ def random_model(folder: Path) -> Path:
     return folder
 
 
+def write_prompts(folder: Path, questions: list[str]) -> None:
+    """Writes `prompts.parquet`, a reward function `reward.py`, and an empty config `run.yaml`."""
+    rows = [
+        {"data_source": "x", "prompt": [{"role": "user", "content": q}], "reward_model": {"ground_truth": ""}}
+        for q in questions
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet")
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "run.yaml").write_text("{}")
+
+
 class MegarlSteps:
     """megarl's side."""
 
     def __init__(self, model: Path, folder: Path, questions: list[str], dtype: str, tokens: int, ranks: int) -> None:
-        rows = [
-            {"data_source": "x", "prompt": [{"role": "user", "content": q}], "reward_model": {"ground_truth": ""}}
-            for q in questions
-        ]
         if dist.get_rank() == 0:
-            pq.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet")
-            (folder / "reward.py").write_text(REWARD)
-            (folder / "run.yaml").write_text("{}")
+            write_prompts(folder, questions)
         dist.barrier()
         overrides = {
             "model.path": model,

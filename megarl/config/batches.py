@@ -15,11 +15,11 @@ class BatchPlan:
 
     layout: Layout
     prompts: int
-    """Prompts (for SFT: rows, for reward models: pairs) of one step over all ranks."""
+    """Prompts (or, where nothing is generated: rows, pairs or responses) of one step over all ranks."""
     samples_per_prompt: int
     """1 where nothing is generated."""
     mini_batch_prompts: int
-    """Prompts (or rows, or pairs) of one optimizer step over all ranks."""
+    """The same of one optimizer step over all ranks."""
     epochs: int
     """Times that each sample of a step is trained on."""
     max_sample_tokens: int
@@ -33,7 +33,9 @@ class BatchPlan:
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> Self:
-        row = {"sft": "row", "reward_model": "pair"}.get(config.trainer.kind)
+        # kto takes single responses; what a loss of a person's own takes is known when its file is imported.
+        preference = "response" if config.preference.loss_type == "kto" else "pair"
+        row = {"sft": "row", "reward_model": "pair", "preference": preference}.get(config.trainer.kind)
         return cls(
             layout=layout,
             prompts=config.data.train_batch_size,

@@ -10,6 +10,7 @@ from megarl.config.fields import rules, setting
 from megarl.config.schema_algorithm import AlgorithmConfig
 from megarl.config.schema_inputs import DataConfig, ModelConfig, ParallelConfig
 from megarl.config.schema_learning import ActorConfig, CriticConfig, OptimConfig
+from megarl.config.schema_preference import PreferenceConfig
 from megarl.config.schema_reward_model import RewardModelTrainingConfig
 
 LOGGERS = ("console", "tensorboard", "jsonl")
@@ -139,8 +140,9 @@ class ObserveConfig:
 class TrainerConfig:
     """The loop: how long, where to, how often."""
 
-    kind: str = setting("rl", choices=("rl", "sft", "reward_model"))
-    """Which loop runs: reinforcement learning, supervised fine-tuning, or training a reward model on preferences."""
+    kind: str = setting("rl", choices=("rl", "sft", "reward_model", "preference"))
+    """Which loop runs: reinforcement learning, supervised fine-tuning, training a reward model on preferences, or
+    preference optimisation (DPO and its relatives)."""
     total_epochs: int = setting(1, at_least=1)
     """Passes over the training files."""
     total_training_steps: int | None = setting(None, at_least=1)
@@ -189,6 +191,7 @@ class RunConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     reward_model: RewardModelTrainingConfig = field(default_factory=RewardModelTrainingConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -17,7 +17,7 @@ class DataConfig:
     prompt_key: str = "prompt"
     """Column with the prompt: chat messages, or for SFT rows a text. verl's name."""
     response_key: str = "response"
-    """SFT: column with the response to the prompt, where rows are prompt and response. verl's name."""
+    """Column with the response to the prompt, where rows are prompt and response (SFT, kto, spin). verl's name."""
     messages_key: str = "messages"
     """SFT: column with a whole conversation; used where the files have it. verl's name."""
     chosen_key: str = "chosen"
@@ -26,6 +26,9 @@ class DataConfig:
     """Pairs: column with the other response, in the same form. TRL's name."""
     margin_key: str = "margin"
     """Pairs: column with how much better the preferred one is, a number; used where the files have it. TRL's name."""
+    label_key: str = "label"
+    """Single responses (kto): column that says whether the response of `response_key` is a good one, true or false;
+    used where the files have it, else rows are pairs. TRL's name."""
     responses_key: str = "responses"
     """Column with the responses of `rollout.engine: dataset`: a list of texts, or of lists of token ids."""
     rewards_key: str = "response_rewards"
@@ -34,8 +37,8 @@ class DataConfig:
     """Column with a log-prob for each token of these responses, of the policy that wrote them; used where the files
     have it, and needed by `algorithm.rollout_correction`."""
     train_batch_size: int = setting(256, at_least=1)
-    """Prompts of one step over all ranks; for SFT rows, and for reward models pairs, of one optimizer step. verl's
-    default is 1,024, made for runs on many GPUs."""
+    """Prompts of one step over all ranks; where nothing is generated rows of one optimizer step: of SFT, pairs, or for
+    kto responses. verl's default is 1,024, made for runs on many GPUs."""
     max_prompt_length: int = setting(512, at_least=1)
     """Longest prompt in tokens, with the chat template. verl's default."""
     max_response_length: int = setting(512, at_least=1)

@@ -13,10 +13,11 @@ from megarl.config.fields import Key, config_keys
 from megarl.config.model_shape import ModelShape
 from megarl.config.schema import RunConfig
 from megarl.config.schema_learning import OptimConfig
+from megarl.config.validate_preference import preference_problems
 from megarl.config.validate_rl import rl_problems
 from megarl.config.validate_supervised import SUPERVISED_KINDS, supervised_problems
 
-EXTENSIBLE = ("algorithm.adv_estimator", "actor.policy_loss")
+EXTENSIBLE = ("algorithm.adv_estimator", "actor.policy_loss", "preference.loss_type")
 """Names that files of `algorithm.plugins` add to."""
 
 
@@ -39,6 +40,8 @@ def validate(config: RunConfig, world_size: int) -> list[str]:
     problems += _optim_problems("optim", config.optim)
     problems += _optim_problems("critic.optim", config.critic.optim)
     problems += supervised_problems(config, layout)
+    if config.trainer.kind == "preference":
+        problems += preference_problems(config, layout, model)
     # Also where the kind itself is wrong: the rest should be reported with it.
     if config.trainer.kind not in SUPERVISED_KINDS:
         problems += rl_problems(config, layout, model)
@@ -48,9 +51,10 @@ def validate(config: RunConfig, world_size: int) -> list[str]:
 
 def missing_packages(config: RunConfig) -> list[str]:
     """What the config needs and this machine's environment lacks, one sentence each."""
+    generates = config.trainer.kind == "rl" or (config.trainer.kind == "preference" and config.preference.rounds > 0)
     needed = {
         "sglang": (
-            config.trainer.kind == "rl" and config.rollout.engine == "sglang",
+            generates and config.rollout.engine == "sglang",
             "rollout.engine is sglang",
             "sglang",
         ),

@@ -12,16 +12,17 @@ from megarl.config.validate_models import other_model_problems
 
 def rl_problems(config: RunConfig, layout: Layout, model: ModelShape | None) -> Iterator[str]:
     """What is wrong with a config of `trainer.kind: rl`, beyond what concerns every kind."""
-    yield from _engine_problems(config, layout.world_size, model)
+    yield from engine_problems(config, layout.world_size, model)
     yield from _estimator_problems(config)
     yield from _loss_problems(config)
     yield from _kl_problems(config)
-    yield from _reward_problems(config)
+    yield from reward_problems(config)
     yield from _correction_problems(config)
     yield from _other_model_problems(config, layout)
 
 
-def _engine_problems(config: RunConfig, world_size: int, model: ModelShape | None) -> Iterator[str]:
+def engine_problems(config: RunConfig, world_size: int, model: ModelShape | None) -> Iterator[str]:
+    """What is wrong with what generates, and with how it samples."""
     rollout, size = config.rollout, config.rollout.tensor_model_parallel_size
     key = "rollout.tensor_model_parallel_size"
     if rollout.val_kwargs.temperature == 0 and rollout.val_kwargs.n > 1:
@@ -109,7 +110,8 @@ def _kl_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _reward_problems(config: RunConfig) -> Iterator[str]:
+def reward_problems(config: RunConfig) -> Iterator[str]:
+    """What is wrong with how responses are scored."""
     reward, limit = config.reward, config.data.max_response_length
     if not reward.rule_weight and reward.model.path is None:
         weight = "null" if reward.rule_weight is None else "0"

@@ -1,4 +1,4 @@
-"""Rules of the runs that learn from data as it is: SFT and reward models. Imports no torch."""
+"""Rules of the runs that learn from data as it is: SFT, reward models and preferences. Imports no torch."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from megarl.config.layout import Layout
 from megarl.config.schema import RunConfig
 from megarl.config.validate_models import other_model_problems
 
-SUPERVISED_KINDS = ("sft", "reward_model")
+SUPERVISED_KINDS = ("sft", "reward_model", "preference")
 
 
 def supervised_problems(config: RunConfig, layout: Layout) -> Iterator[str]:

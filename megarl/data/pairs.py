@@ -161,7 +161,9 @@ class PairDataset:
         pair = []
         for key in (keys.chosen_key, keys.rejected_key):
             with in_column(where, key):
-                pair.append(self._masker.encode([*prompt, *_response(row[key], prompt)], learn_from=len(prompt)))
+                pair.append(
+                    self._masker.encode([*prompt, *response_messages(row[key], prompt)], learn_from=len(prompt))
+                )
         return pair
 
     def _margin(self, number: int, row: dict[str, Any]) -> float:
@@ -189,8 +191,15 @@ def _is_number(kind: pa.DataType) -> bool:
     return pa.types.is_floating(kind) or pa.types.is_integer(kind)
 
 
-def _response(value: Any, prompt: Sequence[Message]) -> list[Message]:
-    """The messages that follow the prompt."""
+def response_messages(value: Any, prompt: Sequence[Message]) -> list[Message]:
+    """The messages of a response, which follow the prompt.
+
+    Args:
+        value: a text, messages, or a whole conversation that begins with the prompt.
+
+    Raises:
+        UnusableMessages: there is no text, or it is another conversation.
+    """
     if value is None or isinstance(value, str):
         return [{"role": "assistant", "content": filled_text(value)}]
     messages = read_messages(value)

@@ -46,6 +46,7 @@ FIGURES = (
     Figure(label="score", names=("critic/score/mean",), form="7.3f", beside_bar=True),
     Figure(label="loss", names=("train/loss",), form="8.4f", beside_bar=True),
     Figure(label="pg_loss", names=("actor/pg_loss",), form="8.4f", beside_bar=True),
+    Figure(label="vf_loss", names=("critic/vf_loss",), form="8.4f"),
     Figure(label="grad_norm", names=("actor/grad_norm", "train/grad_norm"), form="8.3g"),
     Figure(label="entropy", names=("actor/entropy",), form="6.3f"),
     Figure(label="response", names=("response_length/mean",), form="7.1f"),

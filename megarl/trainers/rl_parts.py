@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megarl import platform
 from megarl.algorithms.advantages import advantage_estimator
 from megarl.algorithms.kl_reward import AdaptiveKL, FixedKL, KLController
-from megarl.algorithms.plugins import load_plugins
 from megarl.algorithms.policy_loss import policy_loss
 from megarl.algorithms.rollout_correction import RolloutCorrectionOptions
 from megarl.checkpoint.training import SavedModel
@@ -23,15 +20,17 @@ from megarl.models.build import MegatronModel, Role
 from megarl.models.train import TrainableModel, learning_rate_schedule
 from megarl.observe import MetricSums, ModelFlops, Timers, measure_peak_tflops
 from megarl.parallel.groups import Groups
-from megarl.rewards.manager import RewardManager, RewardSource
-from megarl.rollout.engine import Engine
-from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.trainers.collect import Collector
 from megarl.trainers.generation import Generator, Sampling
-from megarl.trainers.judge import Judge
+from megarl.trainers.generation_setup import (
+    build_generator,
+    build_graders,
+    evaluation_sampling,
+    training_sampling,
+)
 from megarl.trainers.prepare import correction_options
 from megarl.trainers.rl_metrics import KINDS
-from megarl.trainers.setup import load_model, make_trainable
+from megarl.trainers.setup import load_model, load_plugins_of, make_trainable
 from megarl.trainers.state import Stateful
 from megarl.weights.export_hf import ExportPlan, plan_export
 
@@ -169,23 +168,16 @@ def build_rl_parts(config: RunConfig, groups: Groups) -> RLParts:
     seed = config.trainer.seed
     data_seed = config.data.seed if config.data.seed is not None else seed
     sampler = PromptSampler(len(train_data), config.data.train_batch_size, shuffle=config.data.shuffle, seed=data_seed)
-    rewards = _graders(config, [data for data in (train_data, val_data) if data is not None])
+    datasets = [data for data in (train_data, val_data) if data is not None]
+    rewards = build_graders(config, {source for data in datasets for source in data.sources})
     try:
         total_steps = planned_steps(config, sampler)
         mini_batches = config.data.train_batch_size // config.actor.ppo_mini_batch_size
         actor = make_trainable(load_model(config, groups), config)
         critic = _critic(config, groups) if needs.critic else None
-        sampling = _sampling(config)
+        sampling = training_sampling(config)
         generates = config.rollout.replay_dir is None and offline is None
-        generator = Generator(
-            _make_engine(config) if generates or val_data is not None else None,
-            rewards,
-            chat,
-            seed=seed,
-            judge=Judge(config, groups) if config.reward.model.path else None,
-            rule_weight=config.reward.rule_weight or 0.0,
-            judge_weight=config.reward.model.weight,
-        )
+        generator = build_generator(config, groups, chat, rewards, generates=generates or val_data is not None)
         shape = ModelShape.from_hf(config.model.path)
         schedule_of = lambda model, optim, epochs: learning_rate_schedule(
             model.optimizer, optim, total_steps * mini_batches * epochs
@@ -212,7 +204,7 @@ def build_rl_parts(config: RunConfig, groups: Groups) -> RLParts:
                 config, groups, generator, sampling, lambda: train_data.prompts(sampler.next_batch()), offline
             ),
             sampling=sampling,
-            val_sampling=_val_sampling(config),
+            val_sampling=evaluation_sampling(config),
             timers=Timers(),
             metrics=MetricSums(KINDS, platform.current().device),
             flops=ModelFlops(shape=shape),
@@ -223,25 +215,6 @@ def build_rl_parts(config: RunConfig, groups: Groups) -> RLParts:
         if rewards is not None:
             rewards.close()
         raise
-
-
-def load_plugins_of(config: RunConfig) -> None:
-    """Registers what the files of `algorithm.plugins` bring.
-
-    Raises:
-        ConfigError: a file that cannot be used.
-    """
-    try:
-        load_plugins(config.algorithm.plugins, "algorithm.plugins")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _graders(config: RunConfig, datasets: Sequence[PromptDataset]) -> RewardManager | None:
-    """None where the reward model alone scores."""
-    if config.reward.rule_weight is None:
-        return None
-    return RewardManager(config.reward, {RewardSource(*source) for data in datasets for source in data.sources})
 
 
 def _critic(config: RunConfig, groups: Groups) -> TrainableModel:
@@ -263,35 +236,3 @@ def planned_steps(config: RunConfig, sampler: PromptSampler) -> int:
     by_epochs = sampler.num_batches(config.trainer.total_epochs)
     limit = config.trainer.total_training_steps
     return by_epochs if limit is None else limit
-
-
-def _make_engine(config: RunConfig) -> Engine:
-    if config.rollout.engine not in ("transformers", "dataset"):
-        raise ConfigError(f"rollout.engine {config.rollout.engine} cannot be run by this version; use transformers")
-    return TransformersEngine(
-        Path(config.model.path),
-        dtype=platform.parse_dtype(config.model.dtype),
-        max_num_seqs=config.rollout.max_num_seqs,
-    )
-
-
-def _sampling(config: RunConfig) -> Sampling:
-    rollout = config.rollout
-    return Sampling(
-        n=rollout.n,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_new_tokens=config.data.max_response_length,
-    )
-
-
-def _val_sampling(config: RunConfig) -> Sampling:
-    val = config.rollout.val_kwargs
-    return Sampling(
-        n=val.n,
-        temperature=val.temperature,
-        top_p=val.top_p,
-        top_k=val.top_k,
-        max_new_tokens=config.data.max_response_length,
-    )

@@ -13,6 +13,7 @@ import transformers
 from megarl import platform
 from megarl.config import ConfigError, RunConfig
 from megarl.parallel.groups import Groups, build_groups
+from megarl.trainers.preference_run import run_preference
 from megarl.trainers.reward_model import run_reward_model
 from megarl.trainers.rl_run import run_rl
 from megarl.trainers.sft import run_sft
@@ -21,7 +22,12 @@ EXIT_BAD_CONFIG, EXIT_FAILED = 2, 1
 EXIT_INTERRUPTED = 130
 """What shells give for a program that SIGINT (Ctrl-C) ended."""
 
-LOOPS: dict[str, Callable[[RunConfig, Groups], None]] = {"rl": run_rl, "sft": run_sft, "reward_model": run_reward_model}
+LOOPS: dict[str, Callable[[RunConfig, Groups], None]] = {
+    "rl": run_rl,
+    "sft": run_sft,
+    "reward_model": run_reward_model,
+    "preference": run_preference,
+}
 
 
 def run(config: RunConfig) -> int:

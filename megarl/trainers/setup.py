@@ -1,10 +1,11 @@
-"""What all loops start from: the models of a config on this rank."""
+"""What loops start from: the models of a config on this rank, and a person's own functions."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from megarl import platform
+from megarl.algorithms.plugins import load_plugins
 from megarl.config import ConfigError, ModelShape, RunConfig
 from megarl.config.schema_learning import OptimConfig
 from megarl.models.bridge import read_hf_config
@@ -70,3 +71,15 @@ def make_trainable(model: MegatronModel, config: RunConfig, optim: OptimConfig |
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
     )
+
+
+def load_plugins_of(config: RunConfig) -> None:
+    """Registers what the files of `algorithm.plugins` bring.
+
+    Raises:
+        ConfigError: a file that cannot be used.
+    """
+    try:
+        load_plugins(config.algorithm.plugins, "algorithm.plugins")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -58,8 +58,10 @@ class Example:
 class Task(abc.ABC):
     """What is learned."""
 
-    title: ClassVar[str]
+    title: str
     """For people, e.g. `SFT`."""
+    notes: Sequence[str] = ()
+    """What else a person should know at the start of the run; a line each."""
     columns: tuple[str, ...]
     """The per-token values that its rows bring along."""
     metrics: tuple[str, ...]
@@ -71,12 +73,19 @@ class Task(abc.ABC):
     def examples(self, data: Any, indices: Sequence[int]) -> list[Example]:
         """Examples by their numbers among the usable rows of one of its datasets."""
 
+    def begin_batch(self, data: Any, indices: Sequence[int], model: TrainableModel) -> None:  # noqa: B027
+        """Is called before a loss is asked for, with the rows of the whole batch: for what it needs of all of them.
+
+        Collective over the world. Most losses need nothing.
+        """
+
     @abc.abstractmethod
     def output_function(self, model: TrainableModel, total: float) -> OutputFunction:
         """The loss of a batch whose examples weigh `total` over all ranks.
 
-        It hands back `sums`: the sum of each metric over this rank's tokens or examples, under its name; and `count`,
-        what these sums are over. Ranks that share an example each give their share of both.
+        It hands back `sums`: the sum of each metric over this rank's tokens or examples, under its name; `count`, what
+        these sums are over; and, where some are over less, `counts` of these. Ranks that share an example each give
+        their share of all.
         """
 
     def held_out_metrics(self, model: TrainableModel) -> dict[str, float]:
@@ -132,6 +141,7 @@ class SupervisedTrainer:
         with parts.timers("step"):
             examples = parts.task.examples(parts.task.train_data, indices)
             mini_batch = self.pack(examples)
+            parts.task.begin_batch(parts.task.train_data, indices, parts.model)
             parts.schedule.step(1)
             total = sum(example.weight for example in examples)
             result = parts.model.step(mini_batch.batches, parts.task.output_function(parts.model, total))
@@ -155,8 +165,9 @@ class SupervisedTrainer:
         size = self.config.data.train_batch_size
         with parts.timers("testing"), torch.no_grad():
             for start in range(0, len(data), size):
-                examples = parts.task.examples(data, range(start, min(start + size, len(data))))
-                batches = self.pack(examples).batches
+                rows = range(start, min(start + size, len(data)))
+                batches = self.pack(parts.task.examples(data, rows)).batches
+                parts.task.begin_batch(data, rows, parts.model)
                 output_function = parts.task.output_function(parts.model, 1.0)
                 self._record("val", run_pipeline(parts.model.model, batches, output_function, forward_only=True))
             more = parts.task.held_out_metrics(parts.model)
@@ -184,8 +195,9 @@ class SupervisedTrainer:
     def _record(self, stage: str, outputs: Sequence[dict[str, Any]]) -> None:
         if self._records_sums:
             for output in outputs:
+                counts = output.get("counts", {})
                 for name, value in output["sums"].items():
-                    self.parts.metrics.add(f"{stage}/{name}", value, count=output["count"])
+                    self.parts.metrics.add(f"{stage}/{name}", value, count=counts.get(name, output["count"]))
 
     def _count_skipped(self, updated: bool) -> None:
         self._skipped_in_a_row = 0 if updated else self._skipped_in_a_row + 1
@@ -218,6 +230,8 @@ def run_supervised(config: RunConfig, groups: Groups, task: Task, model: Trainab
         for data in (task.train_data, task.val_data):
             if data is not None:
                 tracker.text(data.description())
+        for note in task.notes:
+            tracker.text(note)
         trainer = SupervisedTrainer(parts)
         if settings.val_before_train and not start:
             tracker.log(0, _evaluate(trainer, 0))

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megarl.config.load import CONFIG_FOLDER
+
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "launch" / "train.py"
 LLAMA_70B = {
@@ -20,6 +22,16 @@ LLAMA_70B = {
     "num_attention_heads": 64,
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
+}
+QWEN25_7B = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
 }
 SMOLLM2_135M = {
     "model_type": "llama",
@@ -47,7 +59,8 @@ def files(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
         data = tmp_path / "data.parquet"
         data.touch()
-        return [f"model.path={tmp_path}", f"data.train_files={data}", f"data.val_files={data}"]
+        models = [f"{key}={tmp_path}" for key in ("model.path", "critic.path", "reward.model.path")]
+        return [*models, f"data.train_files={data}", f"data.val_files={data}"]
 
     return overrides
 
@@ -88,6 +101,8 @@ def test_help_config_shows_the_keys_of_a_section():
     [
         ("gsm8k_smollm2_grpo.yaml", SMOLLM2_135M, 2, "2 ranks = DP2"),
         ("70b_grpo.yaml", LLAMA_70B, 64, "64 ranks = TP8 × PP4 × DP2"),
+        ("70b_ppo.yaml", LLAMA_70B, 128, "128 ranks = TP8 × PP8 × DP2"),
+        *((path.name, QWEN25_7B, 8, "8 ranks = TP4 × DP2") for path in sorted(CONFIG_FOLDER.glob("recipe_*.yaml"))),
     ],
 )
 def test_check_accepts_an_example_where_its_files_exist(config, sizes, world_size, layout, files):

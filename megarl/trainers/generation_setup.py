@@ -1,0 +1,80 @@
+"""What generates and scores in a run, built from its config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from megarl import platform
+from megarl.config import ConfigError, RunConfig
+from megarl.data.chat import ChatTokenizer
+from megarl.parallel.groups import Groups
+from megarl.rewards.manager import RewardManager, RewardSource
+from megarl.rollout.engine import Engine
+from megarl.rollout.transformers_engine import TransformersEngine
+from megarl.trainers.generation import Generator, Sampling
+from megarl.trainers.judge import Judge
+
+
+def build_graders(config: RunConfig, sources: Iterable[tuple[str, str | None]]) -> RewardManager | None:
+    """The graders' processes; None where the reward model alone scores.
+
+    Args:
+        sources: (`data_source`, `reward_model.style`) of the rows that they are to score.
+    """
+    if config.reward.rule_weight is None:
+        return None
+    return RewardManager(config.reward, {RewardSource(*source) for source in sources})
+
+
+def build_generator(
+    config: RunConfig, groups: Groups, chat: ChatTokenizer, graders: RewardManager | None, *, generates: bool
+) -> Generator:
+    """The generator of this rank. Collective over the world where there is a reward model.
+
+    Args:
+        generates: whether an engine is needed; it has no weights yet.
+    """
+    return Generator(
+        _make_engine(config) if generates else None,
+        graders,
+        chat,
+        seed=config.trainer.seed,
+        judge=Judge(config, groups) if config.reward.model.path else None,
+        rule_weight=config.reward.rule_weight or 0.0,
+        judge_weight=config.reward.model.weight,
+    )
+
+
+def training_sampling(config: RunConfig) -> Sampling:
+    """How responses are drawn to be trained on."""
+    rollout = config.rollout
+    return Sampling(
+        n=rollout.n,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=config.data.max_response_length,
+    )
+
+
+def evaluation_sampling(config: RunConfig) -> Sampling:
+    """How responses are drawn in evaluation."""
+    val = config.rollout.val_kwargs
+    return Sampling(
+        n=val.n,
+        temperature=val.temperature,
+        top_p=val.top_p,
+        top_k=val.top_k,
+        max_new_tokens=config.data.max_response_length,
+    )
+
+
+def _make_engine(config: RunConfig) -> Engine:
+    if config.rollout.engine not in ("transformers", "dataset"):
+        raise ConfigError(f"rollout.engine {config.rollout.engine} cannot be run by this version; use transformers")
+    return TransformersEngine(
+        Path(config.model.path),
+        dtype=platform.parse_dtype(config.model.dtype),
+        max_num_seqs=config.rollout.max_num_seqs,
+    )
