@@ -57,7 +57,7 @@ def _load(path: Path, key: str) -> None:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ValueError(f"{key}: {path}{_line_of(error, path)} fails: {_in_words(error)}") from error
+        raise ValueError(f"{key}: {path}{_line_of(error, path)} fails: {_in_words(error).rstrip('.')}.") from error
     if _registered() == before:
         del sys.modules[name]
         raise ValueError(

@@ -92,7 +92,8 @@ class Registry(Generic[F, T]):
 
     def _entry(self, name: str) -> _Entry[F, T]:
         if name not in self._entries:
-            raise ValueError(f"{self.key} is '{name}', but the {self.kind}s are {', '.join(self.names)}.")
+            plural = f"{self.kind}es" if self.kind.endswith("s") else f"{self.kind}s"
+            raise ValueError(f"{self.key} is '{name}', but the {plural} are {', '.join(self.names)}.")
         return self._entries[name]
 
     def _check_signature(self, name: str, function: F) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.algorithms.advantages import advantage_estimator
 from megarl.algorithms.filters import ResamplingBuffer, informative, overlong_penalty
 from megarl.config import ConfigError, RunConfig
 from megarl.data.responses import OfflineResponses
@@ -110,7 +111,7 @@ class Collector:
             samples = self._offline.samples(mine, step)
             return samples if self._offline.has_rewards else self._shape(self._generator.score(samples))
         samples = self._shape(self._generator.run(mine, self._sampling, draw=step))
-        if self._config.algorithm.adv_estimator == "remax":
+        if advantage_estimator.traits(self._config.algorithm.adv_estimator).needs_baseline:
             greedy = dataclasses.replace(self._sampling, n=1, temperature=0.0)
             answers = self._shape(self._generator.run(mine, greedy, draw=step))
             baselines = {sample.group: sample.rewards[SCORE] for sample in answers}

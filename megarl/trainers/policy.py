@@ -29,9 +29,9 @@ loss, its advantage, and the engine's log-prob of it."""
 OLD, REFERENCE = "old_logprobs", "reference_logprobs"
 """Columns that passes add."""
 
-IMPORTANCE, SELECTED = "importance", "selected"
-"""Columns that only some runs have: the weight of `algorithm.rollout_correction`, and the tokens that a policy loss
-treats apart."""
+IMPORTANCE, UNREJECTED, SELECTED = "importance", "unrejected_mask", "selected"
+"""Columns that only some runs have: the weight of `algorithm.rollout_correction`, the mask with the tokens that it
+rejected, and the tokens that a policy loss treats apart."""
 
 
 def add_logprobs(model: MegatronModel, mini_batch: MiniBatch, column: str, temperature: float) -> None:

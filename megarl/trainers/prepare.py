@@ -5,9 +5,11 @@ Done on the ranks of the last pipeline stage, where the columns are; each data-p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from megarl.algorithms.aggregate import Denominators, row_weights, token_weights
 from megarl.algorithms.covariance import CovarianceOptions, covariance_selection
 from megarl.algorithms.kl_reward import KLController, mean_kl, outcome_rewards, token_rewards
 from megarl.algorithms.rollout_correction import RolloutCorrectionOptions, correct
-from megarl.config import RunConfig
+from megarl.config import ConfigError, RunConfig
 from megarl.config.schema_algorithm import RolloutCorrectionConfig
 from megarl.parallel.groups import Groups
 from megarl.parallel.reductions import global_mean_std, global_sum
@@ -24,7 +26,7 @@ from megarl.trainers.collect import BASELINE
 from megarl.trainers.critic import RETURNS, VALUES
 from megarl.trainers.exchange import SampleTable
 from megarl.trainers.minibatch import MiniBatch
-from megarl.trainers.policy import ADVANTAGES, IMPORTANCE, MASK, OLD, REFERENCE, ROLLOUT, SELECTED, WEIGHTS
+from megarl.trainers.policy import ADVANTAGES, IMPORTANCE, MASK, OLD, REFERENCE, ROLLOUT, SELECTED, UNREJECTED, WEIGHTS
 from megarl.trainers.token_rows import TokenRows, across_data_parallel
 
 
@@ -57,17 +59,29 @@ def advantage_options(config: RunConfig) -> AdvantageOptions:
 def row_advantages(config: RunConfig, table: SampleTable) -> Advantages:
     """One number for each sample [samples, 1], from the scores of all ranks: for estimators that need no more."""
     algorithm = config.algorithm
-    names = algorithm.gdpo_reward_keys
-    weights = algorithm.gdpo_reward_weights or [1.0] * len(names)
     inputs = AdvantageInputs(
         rewards=torch.from_numpy(table.score).unsqueeze(1),
         mask=torch.from_numpy(table.response_tokens > 0).unsqueeze(1),
         groups=torch.from_numpy(table.group),
         lengths=torch.from_numpy(table.response_tokens),
-        rewards_by_name={name: torch.from_numpy(table.parts[name]) for name in names},
-        reward_weights=dict(zip(names, weights, strict=True)),
+        **_further_rewards(config, table, torch.from_numpy),
     )
     return advantage_estimator.get(algorithm.adv_estimator)(inputs, advantage_options(config))
+
+
+def _further_rewards(config: RunConfig, table: SampleTable, take: Callable[[numpy.ndarray], Tensor]) -> dict[str, Any]:
+    """What `AdvantageInputs` has of rewards beside the score, which is what the estimator asked for.
+
+    Args:
+        take: gives the wanted samples of a column of the table.
+    """
+    algorithm = config.algorithm
+    columns = {name: take(column) for name, column in table.parts.items()}
+    return {
+        "baseline": columns.pop(BASELINE, None),
+        "rewards_by_name": columns,
+        "reward_weights": dict(zip(algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, strict=False)),
+    }
 
 
 def add_advantages(
@@ -105,8 +119,8 @@ def add_advantages(
             mask=mask,
             groups=take(table.group),
             values=values,
-            baseline=take(table.parts[BASELINE]) if BASELINE in table.parts else None,
             ranks=ranks,
+            **_further_rewards(config, table, take),
         ),
         advantage_options(config),
     )
@@ -140,10 +154,21 @@ def apply_correction(
 ) -> None:
     """Adds importance weights to the policy's micro-batches, and takes rejected tokens out of mask and weights.
 
-    Collective over data-parallel ranks.
+    The mask as it was stays beside: how far engine and trainer are apart is measured on all tokens. Collective over
+    data-parallel ranks.
+
+    Raises:
+        ConfigError: a response token has no log-prob of the engine.
     """
     rows = TokenRows([mini_batch], groups)
-    found = correct(rows.get(OLD), rows.get(ROLLOUT), rows.get(MASK), options)
+    whole = rows.get(MASK)
+    try:
+        found = correct(rows.get(OLD), rows.get(ROLLOUT), whole, options)
+    except ValueError as error:
+        raise ConfigError(
+            f"algorithm.rollout_correction: {error}: train on rollouts that have them, or set rollout_is and "
+            "rollout_rs to none."
+        ) from None
     columns = {IMPORTANCE: found.weights}
     if options.rollout_rs != "none":
         mask = found.mask.float()
@@ -155,7 +180,7 @@ def apply_correction(
             loss_scale_factor=config.actor.loss_scale_factor or config.data.max_response_length,
         )
         of_token = torch.arange(len(weights), device=mask.device).unsqueeze(1).expand(mask.shape)
-        columns |= {MASK: mask, WEIGHTS: token_weights(weights, of_token, mask)}
+        columns |= {UNREJECTED: whole, MASK: mask, WEIGHTS: token_weights(weights, of_token, mask)}
     rows.put(**columns)
 
 

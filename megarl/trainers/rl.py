@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megarl.algorithms.advantages import Advantages
+from megarl.algorithms.advantages import Advantages, advantage_estimator
 from megarl.algorithms.aggregate import Denominators, row_weights
 from megarl.data.sample import Prompt, Sample
 from megarl.models.train import StepResult
@@ -87,7 +87,10 @@ class RLTrainer:
     def share(self, samples: list[Sample], groups: int) -> SampleTable:
         """The numbers of all samples, on every rank."""
         algorithm = self.config.algorithm
-        names = {"remax": [BASELINE], "gdpo": algorithm.gdpo_reward_keys}.get(algorithm.adv_estimator, [])
+        estimator = advantage_estimator.traits(algorithm.adv_estimator)
+        names = [BASELINE] if estimator.needs_baseline else []
+        if estimator.needs_rewards_by_name:
+            names += algorithm.gdpo_reward_keys
         part = lambda sample, name: reward_named(sample, name, "algorithm.gdpo_reward_keys")
         return share_numbers(samples, groups, self.config.rollout.n, part, names)
 

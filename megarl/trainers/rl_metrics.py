@@ -20,7 +20,7 @@ from megarl.parallel.groups import Groups
 from megarl.rewards.outcome import SCORE, FailureKind
 from megarl.trainers.exchange import SampleTable
 from megarl.trainers.minibatch import MiniBatch
-from megarl.trainers.policy import MASK, OLD, ROLLOUT
+from megarl.trainers.policy import MASK, OLD, ROLLOUT, UNREJECTED
 from megarl.trainers.prepare import TokenAdvantages, explained_variance
 from megarl.trainers.token_rows import TokenRows
 
@@ -213,7 +213,8 @@ def _engine_gap(parts: RLParts, batches: Sequence[MiniBatch]) -> tuple[RolloutCo
     if any(OLD not in batch.columns for mini_batch in batches for batch in mini_batch.batches):
         return None
     rows = TokenRows(batches, parts.groups)
-    old, engine, mask = rows.get(OLD), rows.get(ROLLOUT), rows.get(MASK)
+    mask = rows.get(MASK if parts.correction.rollout_rs == "none" else UNREJECTED)
+    old, engine = rows.get(OLD), rows.get(ROLLOUT)
     valid = mask.bool()
     if engine[valid].isnan().any():
         return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl import platform
-from megarl.algorithms.advantages import advantage_estimator
+from megarl.algorithms.advantages import EstimatorTraits, advantage_estimator
 from megarl.algorithms.kl_reward import AdaptiveKL, FixedKL, KLController
 from megarl.algorithms.policy_loss import policy_loss
 from megarl.algorithms.rollout_correction import RolloutCorrectionOptions
@@ -130,11 +130,7 @@ class StepNeeds:
             loss = policy_loss.traits(actor.policy_loss)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        if estimator.needs_groups and config.rollout.n < 2:
-            raise ConfigError(
-                f"algorithm.adv_estimator {algorithm.adv_estimator} compares the samples of a prompt, but rollout.n is "
-                f"{config.rollout.n}: set it to 2 or more."
-            )
+        _check_estimator(config, estimator)
         correction = algorithm.rollout_correction
         corrects = correction.rollout_is != "none" or correction.rollout_rs != "none"
         row_advantages = estimator.row_level and not algorithm.use_kl_in_reward
@@ -148,6 +144,24 @@ class StepNeeds:
             critic=estimator.needs_values,
             correction=corrects,
             selection=loss.needs_selection,
+        )
+
+
+def _check_estimator(config: RunConfig, estimator: EstimatorTraits) -> None:
+    """Whether the run has what the estimator needs, which the config alone does not tell of one that a file brings."""
+    algorithm, rollout = config.algorithm, config.rollout
+    where = f"algorithm.adv_estimator {algorithm.adv_estimator}"
+    if estimator.needs_groups and rollout.n < 2:
+        raise ConfigError(
+            f"{where} compares the samples of a prompt, but rollout.n is {rollout.n}: set it to 2 or more."
+        )
+    if estimator.needs_baseline and (rollout.replay_dir or rollout.engine == "dataset"):
+        given = "rollout.replay_dir" if rollout.replay_dir else "rollout.engine dataset"
+        raise ConfigError(f"{where} needs a greedy response to each prompt, but with {given} nothing is generated.")
+    if estimator.needs_rewards_by_name and not algorithm.gdpo_reward_keys:
+        raise ConfigError(
+            f"{where} works on several rewards, but algorithm.gdpo_reward_keys is empty: name some numbers that the "
+            "reward function returns."
         )
 
 

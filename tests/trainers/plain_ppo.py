@@ -95,9 +95,7 @@ class PlainPPO:
             count = sum(len(row.response) for row in batch)
             total = torch.zeros(())
             for row in batch:
-                for now, old, advantage in zip(
-                    self._logprobs(self.actor, row), row.old, row.advantages, strict=True
-                ):
+                for now, old, advantage in zip(self._logprobs(self.actor, row), row.old, row.advantages, strict=True):
                     ratio = (now - old).exp()
                     bounded = ratio.clamp(1 - self.settings.clip_low, 1 + self.settings.clip_high)
                     loss = torch.maximum(-advantage * ratio, -advantage * bounded)
@@ -165,8 +163,7 @@ def _gae(rewards: list[float], values: list[float], gamma: float, lam: float) ->
     following = [*values[1:], 0.0]
     deltas = [r + gamma * after - v for r, after, v in zip(rewards, following, values, strict=True)]
     advantages = [
-        sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, len(deltas)))
-        for t in range(len(deltas))
+        sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, len(deltas))) for t in range(len(deltas))
     ]
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 

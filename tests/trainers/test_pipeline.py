@@ -1,4 +1,4 @@
-"""`launch/pipeline.sh` goes the whole road: SFT, a reward model, PPO with a critic, exports, summary. A few steps only."""
+"""`launch/pipeline.sh` goes the whole road: SFT, a reward model, PPO with a critic, exports. A few steps only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs say that cannot go on: each rank's error, as a person reads it."""
+"""Runs several configs one after another on the ranks of this world, those too that cannot go on."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ from megarl.config import ConfigError, load_config, validate  # noqa: E402
 from megarl.parallel.groups import build_groups  # noqa: E402
 from megarl.trainers.run import LOOPS  # noqa: E402
 
+DONE = "the run went to its end"
 
-def refusals(config_path: Path, runs: dict[str, list[str]]) -> dict[str, str]:
-    """The sentence that ends each run; anything but a `ConfigError` ends this program.
+
+def outcomes(config_path: Path, output: Path, runs: dict[str, list[str]]) -> dict[str, str]:
+    """The sentence that ended each run, or `DONE`; anything but a `ConfigError` ends this program.
 
     Args:
+        output: each run has a folder of its name in it.
         runs: settings that replace those of the config, by name.
     """
-    messages = {}
+    found = {}
     for name, overrides in runs.items():
-        config = load_config(config_path, [*overrides, f"trainer.default_local_dir={config_path.parent / name}"])
+        config = load_config(config_path, [*overrides, f"trainer.default_local_dir={output / name}"])
         assert validate(config, dist.get_world_size()) == [], name
         groups = build_groups(config.parallel.layout(dist.get_world_size()), seed=config.trainer.seed)
         try:
             LOOPS[config.trainer.kind](config, groups)
-            messages[name] = "nothing was wrong"
+            found[name] = DONE
         except ConfigError as error:
-            messages[name] = str(error)
-    return messages
+            found[name] = str(error)
+    return found
 
 
-def is_one_sentence(message: str) -> bool:
+def is_one_sentence(text: str) -> bool:
     """One line that ends in a full stop."""
-    return "\n" not in message and message.endswith(".") and "Traceback" not in message
+    return "\n" not in text and text.endswith(".")
