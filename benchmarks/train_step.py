@@ -3,7 +3,7 @@
 Both do forward, next-token loss, backward, gradient clipping and one AdamW step in one process. Steps alternate within
 one run, so that a busy machine slows both; the figure is the ratio of medians.
 
-    python benchmarks/train_step.py [--hf DIR] [--dtype float32] [--sequences 8] [--length 256] [--rounds 7]
+    python benchmarks/train_step.py [--hf DIR | --family qwen3_moe] [--dtype float32] [--sequences 8] [--length 256]
 """
 
 from __future__ import annotations
@@ -34,19 +34,30 @@ from megarl.weights.load_hf import load_hf
 LR = 1e-5
 
 
-def random_model(folder: Path) -> Path:
-    """A qwen3 of 27 million parameters: small enough for a laptop, large enough that matrices dominate."""
-    config = transformers.Qwen3Config(
-        vocab_size=16384,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
+_SIZES = {
+    "vocab_size": 16384,
+    "hidden_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "qwen3": lambda: transformers.Qwen3Config(**_SIZES, intermediate_size=1536),
+    # As wide for a token as the dense one: 4 of 16 experts.
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **_SIZES, moe_intermediate_size=384, num_experts=16, num_experts_per_tok=4, norm_topk_prob=True
+    ),
+}
+
+
+def random_model(family: str, folder: Path) -> Path:
+    """A model of 27 million parameters a token (qwen3_moe: 70 million in all): small enough for a laptop, large enough
+    that matrices dominate.
+    """
+    config = FAMILIES[family]()
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder
@@ -92,7 +103,9 @@ def transformers_step(folder: Path, dtype: torch.dtype, sequences: list[torch.Te
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hf", type=Path, help="a Hugging Face folder; a random qwen3 if not given")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--hf", type=Path, help="a Hugging Face folder")
+    model.add_argument("--family", default="qwen3", choices=tuple(FAMILIES), help="a random model of this family")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
@@ -103,7 +116,7 @@ def main() -> None:
     platform.init_distributed()
     dtype = platform.parse_dtype(arguments.dtype)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.hf or random_model(Path(temporary))
+        folder = arguments.hf or random_model(arguments.family, Path(temporary))
         vocab = read_hf_config(folder).vocab_size
         generator = torch.Generator().manual_seed(0)
         shape = (arguments.sequences, arguments.length)

@@ -3,9 +3,11 @@
 `advantages` turns rewards into advantages, `policy_loss`, `value_loss` and `kl` turn log-probs into losses of tokens,
 and `aggregate` weights tokens so that losses can be summed over micro-batches and ranks. `kl_reward` puts a KL penalty
 into rewards, `rollout_correction` measures and corrects what separates engine and trainer, `filters` choose samples.
+`pairwise` and `preference` are losses over pairs of responses: of reward models, and of DPO and its relatives.
 
-Advantages and policy losses are found by the name that the config gives, as soon as this folder is imported; a person's
-own file adds names (`plugins`). What needs other ranks gets their collectives as an argument (`ranks.AcrossRanks`).
+Advantages, policy losses and preference losses are found by the name that the config gives, as soon as this folder is
+imported; a person's own file adds names (`plugins`). What needs other ranks gets their collectives as an argument
+(`ranks.AcrossRanks`).
 
 Everything is computed in float32. What a mask leaves out is never read, so it may be NaN or infinite.
 """
@@ -14,6 +16,7 @@ Everything is computed in float32. What a mask leaves out is never read, so it m
 from megarl.algorithms import (  # noqa: F401
     covariance_losses,
     group_advantages,
+    preference,
     sequence_losses,
     token_advantages,
     token_losses,

@@ -9,6 +9,8 @@ from typing import Any, Self
 from megarl.config.errors import ConfigError
 
 DENSE_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+EXPERT_BIAS_MODEL_TYPES = ("glm4_moe", "deepseek_v3")
+"""Their routers add a bias to an expert's score when they choose (`e_score_correction_bias`)."""
 MOE_MODEL_TYPES = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "deepseek_v3")
 SUPPORTED_MODEL_TYPES = DENSE_MODEL_TYPES + MOE_MODEL_TYPES
 

@@ -72,6 +72,9 @@ class ModelConfig:
     many layers of each stage (block). Megatron's name."""
     recompute_num_layers: int = setting(1, at_least=1)
     """With full recomputation: layers, as `recompute_method` counts them. Megatron's name."""
+    moe_router_bias_update_rate: float = setting(0.0, at_least=0)
+    """How far each optimizer step moves the routers' expert biases towards balance (arXiv:2408.15664; glm4_moe,
+    deepseek_v3). 0 leaves them as the checkpoint has them: engine and trainer then route alike. Megatron's name."""
 
 
 @dataclass(kw_only=True, slots=True)

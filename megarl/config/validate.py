@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from megarl.config.batches import BatchPlan
 from megarl.config.errors import ConfigError
 from megarl.config.fields import Key, config_keys
-from megarl.config.model_shape import ModelShape
+from megarl.config.model_shape import EXPERT_BIAS_MODEL_TYPES, ModelShape
 from megarl.config.schema import RunConfig
 from megarl.config.schema_learning import OptimConfig
 from megarl.config.validate_preference import preference_problems
@@ -35,6 +35,7 @@ def validate(config: RunConfig, world_size: int) -> list[str]:
     if not own_values and not layout_problems:  # the arithmetic needs sizes that are possible
         problems += BatchPlan.of(config, layout).problems()
     problems += _length_problems(config, model)
+    problems += _router_problems(config, model)
     problems += _parallel_switch_problems(config)
     problems += _trainer_problems(config)
     problems += _optim_problems("optim", config.optim)
@@ -109,6 +110,15 @@ def _length_problems(config: RunConfig, model: ModelShape | None) -> Iterator[st
         yield (
             f"data.max_prompt_length {prompt} + data.max_response_length {response} = {prompt + response} tokens, "
             f"but the model has {model.max_positions} positions: shorten one of them."
+        )
+
+
+def _router_problems(config: RunConfig, model: ModelShape | None) -> Iterator[str]:
+    rate = config.model.moe_router_bias_update_rate
+    if model is not None and rate > 0 and model.model_type not in EXPERT_BIAS_MODEL_TYPES:
+        yield (
+            f"model.moe_router_bias_update_rate is {rate}, but a {model.model_type} model has no expert bias "
+            f"(only {', '.join(EXPERT_BIAS_MODEL_TYPES)} have): leave it out."
         )
 
 

@@ -163,7 +163,10 @@ class SplitPairs:
         return f"{self._pairs.description()} Each is two responses: {_balance(self.labels)}."
 
 
-def load_labelled(files: Sequence[str], chat: ChatTokenizer, config: DataConfig) -> LabelledDataset | SplitPairs:
+LabelledData = LabelledDataset | SplitPairs
+
+
+def load_labelled(files: Sequence[str], chat: ChatTokenizer, config: DataConfig) -> LabelledData:
     """Labelled responses where the first file has a label, and else the responses of pairs.
 
     Raises:
@@ -172,6 +175,20 @@ def load_labelled(files: Sequence[str], chat: ChatTokenizer, config: DataConfig)
     if config.label_key not in read_schema(files[0]).names:
         return SplitPairs(PairDataset(files, chat, config))
     return LabelledDataset(files, chat, config)
+
+
+def next_different(values: Sequence[int]) -> np.ndarray:
+    """Of each place the next one that holds another value, int64 [places]; behind the last comes the first.
+
+    Where all values are one, some place.
+    """
+    size = len(values)
+    found = np.arange(1, size + 1) % size
+    # From the back, and around twice: a run of equal values at the end may go on at the beginning.
+    for index in range(2 * size - 1, -1, -1):
+        own, following = index % size, (index + 1) % size
+        found[own] = following if values[own] != values[following] else found[following]
+    return found
 
 
 def _balance(labels: np.ndarray) -> str:

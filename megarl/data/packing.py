@@ -39,6 +39,8 @@ class PackedBatch:
     """int64 [tokens]: the next token of the same sequence where its log-prob is wanted, IGNORED_TARGET elsewhere"""
     positions: torch.Tensor
     """int64 [tokens]: from 0 in each sequence"""
+    is_padding: torch.Tensor
+    """bool [tokens]: of no sequence"""
     cu_seqlens: torch.Tensor
     """int32 [sequences + padding sequences + 1]: bounds in tokens, inner padding included"""
     lengths: tuple[int, ...]
@@ -85,6 +87,7 @@ class PackedBatch:
             input_ids=change(self.input_ids),
             targets=change(self.targets),
             positions=change(self.positions),
+            is_padding=change(self.is_padding),
             columns={name: change(column) for name, column in self.columns.items()},
         )
 
@@ -145,9 +148,11 @@ def pack_sequences(
     input_ids = torch.full((total,), PAD_TOKEN, dtype=torch.int64)
     targets = torch.full((total,), IGNORED_TARGET, dtype=torch.int64)
     positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(bounds)])
+    is_padding = torch.ones(total, dtype=torch.bool)
     packed = {name: torch.zeros(total) for name in columns or ()}
     for index, (start, sequence, length) in enumerate(zip(bounds, sequences, lengths, strict=False)):
         input_ids[start : start + length] = sequence
+        is_padding[start : start + length] = False
         first = 1 if first_targets is None else first_targets[index]
         targets[start + first - 1 : start + length - 1] = sequence[first:]
         for name, column in packed.items():
@@ -156,6 +161,7 @@ def pack_sequences(
         input_ids=input_ids,
         targets=targets,
         positions=positions,
+        is_padding=is_padding,
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
         lengths=tuple(lengths),
         rows=tuple(range(len(lengths)) if rows is None else rows),

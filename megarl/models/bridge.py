@@ -82,21 +82,37 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
+_ROUTER = {
+    # mbridge sets these for each family in its own way: an auxiliary loss for glm4_moe, expert biases that move with
+    # every step for deepseek_v3 (`model.moe_router_bias_update_rate` is megarl's key), routers in bfloat16 for qwen.
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_bias_update_rate": 0.0,
+    "moe_router_dtype": "fp32",
+}
+
+
 def _family_settings(hf_config: PretrainedConfig) -> dict[str, Any]:
     family = hf_config.model_type
     if family == "mixtral":
         # mbridge says True, which is off by 2.0 in logits.
-        return {"moe_router_pre_softmax": False}
+        return {**_ROUTER, "moe_router_pre_softmax": False}
+    if family == "qwen3_moe":
+        return {**_ROUTER, **_softmax_routing(hf_config)}
     if family == "qwen2_moe":
         # mbridge leaves the shared expert's gate out: off by 1.6 in logits. Megatron-Core does not overlap with a gate.
-        return {"moe_shared_expert_gate": True, "moe_shared_expert_overlap": False}
+        gate = {"moe_shared_expert_gate": True, "moe_shared_expert_overlap": False}
+        return {**_ROUTER, **_softmax_routing(hf_config), **gate}
     if family == "glm4_moe":
-        return _group_routing(hf_config)
+        # mbridge takes the shared experts for one, whatever their number.
+        shared_width = hf_config.n_shared_experts * hf_config.moe_intermediate_size
+        return {**_ROUTER, **_sigmoid_routing(hf_config), "moe_shared_expert_intermediate_size": shared_width}
     if family == "deepseek_v3":
         from megatron.core.transformer.enums import AttnBackend
 
         return {
-            **_group_routing(hf_config),
+            **_ROUTER,
+            **_sigmoid_routing(hf_config),
             **_mla_rope(hf_config),
             # `fused` exists on a GPU only. The multi-token-prediction layers are not trained.
             "attention_backend": AttnBackend.auto,
@@ -105,12 +121,23 @@ def _family_settings(hf_config: PretrainedConfig) -> dict[str, Any]:
     return {}
 
 
-def _group_routing(hf_config: PretrainedConfig) -> dict[str, Any]:
+def _softmax_routing(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """Weights that are a softmax over all experts, or over the chosen ones (`norm_topk_prob`). mbridge fixes one."""
+    return {"moe_router_pre_softmax": not hf_config.norm_topk_prob}
+
+
+def _sigmoid_routing(hf_config: PretrainedConfig) -> dict[str, Any]:
     """Experts are chosen within the best groups (arXiv:2412.19437, 2.1.2). mbridge leaves that out.
 
     Raises:
-        ConfigError: a group is rated by another number of its experts than the two that transformers adds up.
+        ConfigError: weights that do not add up to one, which Megatron-Core always makes them with several experts and
+            never with one; a group that is rated by another number of its experts than the two transformers adds up.
     """
+    if hf_config.norm_topk_prob != (hf_config.num_experts_per_tok > 1):
+        raise ConfigError(
+            f"norm_topk_prob {hf_config.norm_topk_prob} with num_experts_per_tok {hf_config.num_experts_per_tok} is "
+            f"not supported for {hf_config.model_type}; supported: true with several experts, false with one"
+        )
     groups, chosen = hf_config.n_group, hf_config.topk_group
     if groups == 1:
         return {}

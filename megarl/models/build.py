@@ -17,6 +17,7 @@ from megarl.config.schema_inputs import ModelConfig
 from megarl.models.backends import layer_backend, resolve_backend
 from megarl.models.bridge import make_bridge, rope_frequencies
 from megarl.models.heads import LogitSelector, ScalarHead
+from megarl.models.router import count_real_tokens
 from megarl.parallel.groups import Groups
 
 
@@ -74,19 +75,23 @@ def build_model(
     dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
     overrides: dict[str, Any] | None = None,
+    device: str | None = None,
 ) -> MegatronModel:
     """Builds this rank's chunks, on its device, with weights not yet set.
 
     Args:
         hf_config: as `bridge.read_hf_config` gives it.
         backend: `auto`, `te` or `torch` (`models.backends`).
-        overrides: TransformerConfig fields that win over everything else; `recompute_overrides` gives some.
+        overrides: TransformerConfig fields that win over everything else; `config_overrides` gives some.
+        device: None: this rank's own. `meta`, inside `torch.device("meta")`: shapes and names without memory.
 
     Raises:
         ValueError: the layer backend cannot serve here.
         ConfigError: a RoPE kind that is not supported.
     """
-    frequencies = rope_frequencies(hf_config)
+    device = device or platform.current().device
+    with torch.device("cpu"):  # transformers copies them there, which fails where the caller builds on `meta`
+        frequencies = rope_frequencies(hf_config)
     bridge = make_bridge(hf_config, groups, dtype, overrides=overrides)
     virtual_size = groups.layout.vpp
     chunks = []
@@ -94,8 +99,8 @@ def build_model(
         for stage in range(virtual_size):
             chunk = _build_chunk(bridge, groups, role, stage if virtual_size > 1 else None)
             if frequencies is not None:
-                chunk.rotary_pos_emb.inv_freq = frequencies.to(platform.current().device)
-            chunks.append(chunk.to(platform.current().device))
+                chunk.rotary_pos_emb.inv_freq = frequencies.to(device)
+            chunks.append(chunk.to(device))
     has_logits = role is Role.CAUSAL_LM and chunks[-1].post_process
     return MegatronModel(
         chunks=chunks,
@@ -129,13 +134,22 @@ def _build_chunk(bridge: Any, groups: Groups, role: Role, virtual_stage: int | N
     )
     if last and role is not Role.CAUSAL_LM:
         chunk.output_layer = ScalarHead(config, bias=role is Role.CRITIC)
-    for parameter in chunk.parameters():
+    for name, parameter in chunk.named_parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        if ".mlp.experts." in name:
+            # Expert gradients are reduced over the expert-data-parallel group. Megatron-Core's layers say so only when
+            # EP > 1; with EP = 1 and ETP < TP that leaves them silently wrong, so here it is always said.
+            parameter.allreduce = False
+    count_real_tokens(chunk)
     return chunk
 
 
-def recompute_overrides(config: ModelConfig) -> dict[str, Any]:
-    """The TransformerConfig fields of the `model.recompute_*` keys, for `build_model`."""
+def config_overrides(config: ModelConfig) -> dict[str, Any]:
+    """The TransformerConfig fields of the `model` section, for `build_model`."""
+    return {"moe_router_bias_update_rate": config.moe_router_bias_update_rate, **_recompute_overrides(config)}
+
+
+def _recompute_overrides(config: ModelConfig) -> dict[str, Any]:
     if config.recompute_granularity == "none":
         return {}
     if config.recompute_granularity == "selective":

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.data.packing import PackedBatch
 from megarl.models.build import MegatronModel
+from megarl.models.router import padding_mask
 
 OutputFunction = Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, Any]]]
 """What the last stage makes of the model's output.
@@ -57,6 +58,7 @@ def run_pipeline(
             shard.positions.unsqueeze(0),
             None,
             packed_seq_params=_packed_seq_params(shard),
+            padding_mask=padding_mask(model.groups, chunk, shard),
         )
 
         def loss_function(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:

@@ -17,6 +17,7 @@ from megarl.config.schema_learning import OptimConfig
 from megarl.data.packing import PackedBatch
 from megarl.models.build import MegatronModel
 from megarl.models.pipeline import OutputFunction, run_pipeline
+from megarl.models.router import expert_biases
 
 _WSD_DECAY_SHARE = 10
 """A tenth of the run decays, where no number of steps is given (arXiv:2404.06395, section 4.3)."""
@@ -31,7 +32,7 @@ class StepResult:
     grad_norm: float
     """Global L2 norm of the gradient before clipping, the same on every rank."""
     updated: bool
-    """False where the gradient was not finite: the weights stay as they were."""
+    """False where the gradient was not finite: weights and expert biases stay as they were."""
 
 
 class TrainableModel:
@@ -82,8 +83,12 @@ class TrainableModel:
 
     def step(self, batches: Sequence[PackedBatch], output_function: OutputFunction) -> StepResult:
         """One optimizer step over the micro-batches of this data-parallel rank. Collective over the world."""
+        biases = expert_biases(self.model.chunks)
+        before = [bias.clone() for bias in biases]
         outputs = self.accumulate(batches, output_function)
         if not self._gradient_is_finite():
+            for bias, value in zip(biases, before, strict=True):
+                bias.copy_(value)  # Megatron-Core moves them with the reduction of gradients
             return StepResult(outputs=outputs, grad_norm=math.nan, updated=False)
         updated, grad_norm, _ = self.optimizer.step()
         return StepResult(outputs=outputs, grad_norm=float(grad_norm), updated=bool(updated))

@@ -42,15 +42,18 @@ def kept_or_computed(
     return numbers, problem and f"{file} {problem}, so its numbers were computed again"
 
 
-def model_checksum(folder: str | Path) -> str:
+def model_checksum(folder: str | Path, *, times: bool = True) -> str:
     """Of a Hugging Face model's config and weights, the latter by their files' names, sizes and times of change.
 
     Reading the weights would take minutes where they are many.
+
+    Args:
+        times: without them, a copy of a model is the same model, and so is one that learned more.
     """
     digest = hashlib.sha256(Path(folder, "config.json").read_bytes())
     for file in sorted(Path(folder).glob("*.safetensors")):
         state = file.stat()
-        digest.update(f"{file.name} {state.st_size} {state.st_mtime_ns}\n".encode())
+        digest.update(f"{file.name} {state.st_size} {state.st_mtime_ns if times else ''}\n".encode())
     return digest.hexdigest()
 
 

@@ -21,7 +21,7 @@ from megarl.algorithms.preference import (
 from megarl.config import ConfigError, ModelShape, RunConfig
 from megarl.config.schema_preference import PreferenceConfig
 from megarl.data.chat import ChatTokenizer, load_chat_tokenizer
-from megarl.data.labelled import LabelledExample, load_labelled
+from megarl.data.labelled import LabelledData, LabelledExample, load_labelled, next_different
 from megarl.data.packing import PackedBatch
 from megarl.data.pairs import Conversation, PairDataset
 from megarl.data.win_rates import read_win_rates
@@ -65,6 +65,8 @@ class BatchLoss:
 class PreferenceTask(Task):
     """What losses over pairs and over labelled responses have in common."""
 
+    train_data: Any
+    val_data: Any
     numbers: tuple[str, ...]
     """The columns that hold numbers of responses."""
 
@@ -182,6 +184,8 @@ class PairTask(PreferenceTask):
 class LabelledTask(PreferenceTask):
     """Single responses, each good or bad (KTO)."""
 
+    train_data: LabelledData
+    val_data: LabelledData | None
     numbers = (REFERENCE, DESIRABLE)
     metrics = ("loss", CHOSEN, REJECTED, "rewards/accuracies", "kl", "logps/chosen", "logps/rejected")
 
@@ -197,10 +201,10 @@ class LabelledTask(PreferenceTask):
         self.partners = {data: _partners(data) for data in (self.train_data, self.val_data) if data is not None}
         self.kl = torch.zeros(())
 
-    def load(self, files: Sequence[str], chat: ChatTokenizer) -> Any:
+    def load(self, files: Sequence[str], chat: ChatTokenizer) -> LabelledData:
         return load_labelled(files, chat, self.config.data)
 
-    def rows(self, data: Any, indices: Sequence[int]) -> list[tuple[Row, ...]]:
+    def rows(self, data: LabelledData, indices: Sequence[int]) -> list[tuple[Row, ...]]:
         """The response itself, and another prompt's response put behind this prompt."""
         examples = data.examples(list(indices))
         return [
@@ -208,7 +212,7 @@ class LabelledTask(PreferenceTask):
             for example, mismatched in zip(examples, self._mismatched(data, indices, examples), strict=True)
         ]
 
-    def examples(self, data: Any, indices: Sequence[int]) -> list[Example]:
+    def examples(self, data: LabelledData, indices: Sequence[int]) -> list[Example]:
         reference = self.reference[data][list(indices), 0].tolist()
         return [
             Example(
@@ -217,7 +221,7 @@ class LabelledTask(PreferenceTask):
             for each, logprob in zip(data.examples(list(indices)), reference, strict=True)
         ]
 
-    def begin_batch(self, data: Any, indices: Sequence[int], model: TrainableModel) -> None:
+    def begin_batch(self, data: LabelledData, indices: Sequence[int], model: TrainableModel) -> None:
         """Estimates the KL divergence from the mismatched responses of the whole batch."""
         mismatched = self._mismatched(data, indices, data.examples(list(indices)))
         logprobs = logprob_sums_everywhere(
@@ -249,7 +253,7 @@ class LabelledTask(PreferenceTask):
         counts = {CHOSEN: good, "logps/chosen": good, REJECTED: bad, "logps/rejected": bad}
         return BatchLoss(loss=loss, sums=sums, count=len(rewards), counts=counts)
 
-    def _mismatched(self, data: Any, indices: Sequence[int], examples: Sequence[LabelledExample]) -> list[Row]:
+    def _mismatched(self, data: LabelledData, indices: Sequence[int], examples: Sequence[LabelledExample]) -> list[Row]:
         """Each example's prompt with the response of its partner, cut at the end to the longest length."""
         limit = self.config.data.max_prompt_length + self.config.data.max_response_length
         others = data.examples(self.partners[data][list(indices)].tolist())
@@ -287,7 +291,7 @@ def _split(conversation: Conversation) -> tuple[list[int], tuple[list[int], list
     return conversation.token_ids[:start], (conversation.token_ids[start:], conversation.loss_mask[start:])
 
 
-def _partners(data: Any) -> np.ndarray:
+def _partners(data: LabelledData) -> np.ndarray:
     """Whose response is put behind each example's prompt: that of the next example with another prompt, int64 [rows].
 
     Fixed for the run, so that the reference's log-probs of it are computed once. (The paper and TRL take the next
@@ -298,13 +302,7 @@ def _partners(data: Any) -> np.ndarray:
         for start in range(0, len(data), _EXAMPLES_AT_ONCE)
         for each in data.examples(range(start, min(start + _EXAMPLES_AT_ONCE, len(data))))
     ]
-    size = len(prompts)
-    partners = np.arange(1, size + 1) % size
-    # From the back, and through the data twice: a run of equal prompts at the end may go on at the beginning.
-    for index in range(2 * size - 1, -1, -1):
-        own, following = index % size, (index + 1) % size
-        partners[own] = following if prompts[own] != prompts[following] else partners[following]
-    return partners
+    return next_different(prompts)
 
 
 def train_on_preferences(

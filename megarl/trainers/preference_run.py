@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import hashlib
@@ -74,10 +75,11 @@ def _run_round(config: RunConfig, groups: Groups, number: int, start: Path) -> P
     if state.get("over"):
         return folder / EXPORT_NAME
     if not state:
-        state = {"key": key, "over": False, "notes": generate_pairs(of_round, groups, number, folder)}
+        state = {"key": key, "over": False, "note": generate_pairs(of_round, groups, number, folder)}
         _write_state(folder, state)
+    data = dataclasses.replace(config.data, train_files=[str(folder / PAIRS_NAME)])
     name = f"{config.preference.loss_type.upper()}, round {number} of {config.preference.rounds}"
-    train_on_preferences(of_round, groups, title=name, notes=state["notes"])
+    train_on_preferences(dataclasses.replace(of_round, data=data), groups, title=name, notes=[state["note"]])
     _write_state(folder, {**state, "over": True})
     return folder / EXPORT_NAME
 
@@ -95,7 +97,8 @@ def _key(config: RunConfig, number: int, start: Path) -> str:
     data, rollout = config.data, config.rollout
     parts = (
         number,
-        model_checksum(start),
+        # A run's folder may have been copied since, which changes the times of files.
+        model_checksum(start, times=False),
         (data.train_files, data.max_prompt_length, data.max_response_length, data.truncation),
         (rollout.n, rollout.temperature, rollout.top_p, rollout.top_k),
         (config.preference.loss_type, config.preference.prompts_per_round, config.preference.win_rate),
@@ -113,17 +116,17 @@ def _read_state(folder: Path, key: str, resume_mode: str) -> dict[str, Any]:
     """
     found: list[Any] = [{}, None]
     if dist.get_rank() == 0 and resume_mode != "disable":
-        try:
+        with contextlib.suppress(FileNotFoundError, ValueError):  # not begun, or not written to its end
             found[0] = json.loads((folder / _STATE_NAME).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
-            pass  # not begun, or not written to its end: the round begins
         if found[0] and found[0].get("key") != key:
             found[1] = (
                 f"{folder} holds a round of another run (other data, sampling, rewards or model): name another "
                 "trainer.default_local_dir, or set trainer.resume_mode to disable to begin anew."
             )
-        elif found[0] and not pairs_are_readable(folder / PAIRS_NAME):
-            found[0] = {}
+        elif found[0]:
+            found[0]["over"] = found[0]["over"] and (folder / EXPORT_NAME).is_dir()
+            if not found[0]["over"] and not pairs_are_readable(folder / PAIRS_NAME):
+                found[0] = {}
     dist.broadcast_object_list(found)
     raise_together(found[1])
     return found[0]

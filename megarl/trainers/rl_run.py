@@ -10,12 +10,10 @@ from megarl.observe import Tracker
 from megarl.parallel.groups import Groups
 from megarl.trainers.evaluation import evaluate
 from megarl.trainers.finish import export_final
+from megarl.trainers.guard import GradientGuard
 from megarl.trainers.rl import RLTrainer
 from megarl.trainers.rl_parts import RLParts, build_rl_parts
 from megarl.trainers.state import is_due, resume, save
-
-MAX_SKIPPED_STEPS = 3
-"""Steps in a row whose gradient was not finite, after which a run ends: it will not get better by itself."""
 
 
 def run_rl(config: RunConfig, groups: Groups) -> None:
@@ -48,15 +46,11 @@ def run_rl(config: RunConfig, groups: Groups) -> None:
 
 def _steps(trainer: RLTrainer, tracker: Tracker, start: int) -> None:
     parts, config = trainer.parts, trainer.config.trainer
-    skipped, warned = 0, False
+    guard, warned = GradientGuard("the rewards of these steps"), False
     for step in range(start + 1, parts.total_steps + 1):
         metrics = trainer.train_step(step, parts.train_data.prompts(parts.sampler.next_batch()))
-        skipped = skipped + 1 if metrics["actor/skipped_updates"] or metrics.get("critic/skipped_updates") else 0
-        if skipped == MAX_SKIPPED_STEPS:
-            raise RuntimeError(
-                f"the gradient was NaN or infinite in {skipped} steps in a row, the last is step {step}; the weights "
-                "are those of before. Lower optim.lr, or look at the rewards of these steps."
-            )
+        skipped = any(metrics.get(f"{name}/skipped_updates") for name in ("actor", "critic"))
+        guard.after_step(step, skipped=skipped)
         if metrics["response_length/clip_ratio"] == 1.0 and not warned:
             warned = True
             tracker.text(

@@ -9,7 +9,7 @@ from megarl.algorithms.plugins import load_plugins
 from megarl.config import ConfigError, ModelShape, RunConfig
 from megarl.config.schema_learning import OptimConfig
 from megarl.models.bridge import read_hf_config
-from megarl.models.build import MegatronModel, Role, build_model, recompute_overrides
+from megarl.models.build import MegatronModel, Role, build_model, config_overrides
 from megarl.models.train import TrainableModel, optimizer_config
 from megarl.parallel.groups import Groups
 from megarl.weights.load_hf import load_hf
@@ -37,7 +37,7 @@ def load_model(
         role=role,
         dtype=platform.parse_dtype(config.model.dtype),
         backend=config.model.backend,
-        overrides=recompute_overrides(config.model),
+        overrides=config_overrides(config.model),
     )
     load_hf(model, folder, head_seed=config.trainer.seed)
     return model

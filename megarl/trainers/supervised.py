@@ -23,11 +23,9 @@ from megarl.parallel.balance import partition, sequence_flops
 from megarl.parallel.groups import Groups
 from megarl.trainers.early_stopping import EarlyStopping
 from megarl.trainers.finish import export_final
+from megarl.trainers.guard import GradientGuard
 from megarl.trainers.minibatch import MiniBatch, Row, make_mini_batch
 from megarl.trainers.state import Stateful, is_due, resume, save
-
-MAX_SKIPPED_STEPS = 3
-"""Steps in a row whose gradient was not finite, after which a run ends: it will not get better by itself."""
 
 
 class Dataset(Protocol):
@@ -129,13 +127,13 @@ class SupervisedTrainer:
         self.parts = parts
         self.config = parts.config
         self.groups = parts.groups
-        self._skipped_in_a_row = 0
+        self._guard = GradientGuard("the data")
 
     def train_step(self, indices: Sequence[int]) -> dict[str, float]:
         """One optimizer step on a global batch of rows, the same numbers on every rank.
 
         Raises:
-            RuntimeError: the gradient has not been finite for `MAX_SKIPPED_STEPS` steps.
+            RuntimeError: the gradient has not been finite for `guard.MAX_SKIPPED_STEPS` steps.
         """
         parts = self.parts
         with parts.timers("step"):
@@ -146,7 +144,7 @@ class SupervisedTrainer:
             total = sum(example.weight for example in examples)
             result = parts.model.step(mini_batch.batches, parts.task.output_function(parts.model, total))
             parts.optimizer_steps += 1
-        self._count_skipped(result.updated)
+        self._guard.after_step(parts.optimizer_steps, skipped=not result.updated)
         self._record("train", result.outputs)
         if self._records_sums and self.groups.is_first_stage:
             padding = mini_batch.padded_tokens - mini_batch.real_tokens
@@ -198,14 +196,6 @@ class SupervisedTrainer:
                 counts = output.get("counts", {})
                 for name, value in output["sums"].items():
                     self.parts.metrics.add(f"{stage}/{name}", value, count=counts.get(name, output["count"]))
-
-    def _count_skipped(self, updated: bool) -> None:
-        self._skipped_in_a_row = 0 if updated else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row == MAX_SKIPPED_STEPS:
-            raise RuntimeError(
-                f"the gradient was NaN or infinite in {MAX_SKIPPED_STEPS} steps in a row, the last is optimizer step "
-                f"{self.parts.optimizer_steps}; the weights are those of before. Lower optim.lr, or look at the data."
-            )
 
 
 def run_supervised(config: RunConfig, groups: Groups, task: Task, model: TrainableModel) -> None:

@@ -256,7 +256,8 @@ def copy_hf_files(source: str | Path, target: str | Path) -> list[str]:
 
 
 def _write_config(model: MegatronModel, source: Path, target: Path) -> None:
-    """config.json as it was, but for what the model no longer is: its dtype and, with a scalar head, its class.
+    """config.json as it was, but for what the model no longer is: its dtype and, with a scalar head, its class; 8-bit
+    weights and layers of multi-token prediction, which are not loaded.
 
     The file's own text is the base, not a config object: transformers would fill in and rename keys.
     """
@@ -264,6 +265,8 @@ def _write_config(model: MegatronModel, source: Path, target: Path) -> None:
     dtype_key = "dtype" if "dtype" in config else "torch_dtype"
     config[dtype_key] = str(model.dtype).removeprefix("torch.")
     config.pop("quantization_config", None)
+    if config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0
     if model.role is not Role.CAUSAL_LM:
         family = model.hf_config.model_type
         # glm4_moe has no classifiers in transformers; its folder loads there as the bare model, and here whole.

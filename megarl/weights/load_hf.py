@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -134,6 +135,8 @@ def _unclaimed(model: MegatronModel, reader: SafetensorsReader, shards: Iterable
 
 
 def _may_be_left(model: MegatronModel, name: str) -> bool:
+    if _is_of_prediction_layer(model, name):
+        return True  # multi-token prediction (arXiv:2412.19437, section 2.2) drafts tokens; the model does not need it
     if name.endswith("rotary_emb.inv_freq"):
         return True  # saved by old versions of transformers; derived from the config
     is_lm_head = name == "lm_head.weight"
@@ -141,6 +144,14 @@ def _may_be_left(model: MegatronModel, name: str) -> bool:
     return (is_lm_head and (model.role is not Role.CAUSAL_LM or model.tied)) or (
         is_score and model.role is Role.CAUSAL_LM
     )
+
+
+def _is_of_prediction_layer(model: MegatronModel, name: str) -> bool:
+    """Whether a tensor belongs to one of the layers that deepseek_v3 and glm4_moe number after the model's last."""
+    number = re.match(r"model\.layers\.(\d+)\.", name)
+    extra = getattr(model.hf_config, "num_nextn_predict_layers", 0) or 0
+    last = model.hf_config.num_hidden_layers
+    return number is not None and last <= int(number.group(1)) < last + extra
 
 
 def _listed(names: list[str]) -> str:

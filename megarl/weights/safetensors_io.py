@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.config.errors import ConfigError
 from megarl.weights.boxes import Box, box_index
+from megarl.weights.fp8 import FP8, block_size, dequantize, scale_names
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -36,7 +37,7 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()} | {"F8_E4M3": FP8}  # read, never written
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,18 @@ class TensorInfo:
 
 
 class SafetensorsReader:
-    """The tensors of a Hugging Face folder, in one file or many."""
+    """The tensors of a Hugging Face folder, in one file or many.
+
+    A tensor in blocks of 8-bit floats (`weights.fp8`) is a float32 tensor to whoever asks: it is read together with its
+    scales, which are no tensors of their own.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         """Opens every file and reads the headers.
 
         Raises:
-            ConfigError: no safetensors, a file that is missing or truncated, an index that does not fit its files.
+            ConfigError: no safetensors, a file that is missing or truncated, an index that does not fit its files,
+                8-bit floats without their scales.
         """
         self.folder = Path(folder)
         self._files: dict[str, Any] = {}
@@ -70,6 +76,19 @@ class SafetensorsReader:
         self._file_of = self._locate()
         for name, file in self._file_of.items():
             self._info[name] = _tensor_info(self._open(file), name, self.folder / file)
+        self._scale_of: dict[str, str] = {}
+        self._take_scales()
+
+    def _take_scales(self) -> None:
+        shapes = {name: info.shape for name, info in self._info.items()}
+        quantized = {name: info.shape for name, info in self._info.items() if info.dtype == FP8}
+        if not quantized:
+            return
+        self._block = block_size(self.folder)
+        self._scale_of = scale_names(quantized, shapes, self._block, self.folder)
+        for name, scale in self._scale_of.items():
+            self._info[name] = TensorInfo(shapes[name], torch.float32)
+            del self._info[scale]
 
     def _locate(self) -> dict[str, str]:
         """The file of each tensor."""
@@ -117,10 +136,10 @@ class SafetensorsReader:
         return self._info[name]
 
     def main_dtype(self) -> torch.dtype:
-        """The dtype that most elements have."""
+        """The dtype that most elements have; bfloat16 for those in 8 bits, which were made from that."""
         elements: Counter[torch.dtype] = Counter()
-        for info in self._info.values():
-            elements[info.dtype] += info.num_elements
+        for name, info in self._info.items():
+            elements[torch.bfloat16 if name in self._scale_of else info.dtype] += info.num_elements
         return elements.most_common(1)[0][0]
 
     def file_of(self, name: str) -> Path:
@@ -128,6 +147,11 @@ class SafetensorsReader:
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """A tensor, or a box of it: a view of the mapped file, so copy it before it is changed."""
+        part = self._stored(name, box)
+        scale = self._scale_of.get(name)
+        return part if scale is None else dequantize(part, self._stored(scale), box, self._block)
+
+    def _stored(self, name: str, box: Box | None = None) -> torch.Tensor:
         # Indexing the view reads only the box's pages. The library's own `get_slice` copies, at a fifth of the speed.
         whole = self._open(self._file_of[name]).get_tensor(name)
         return whole if not box else whole[box_index(box)]

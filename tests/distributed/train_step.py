@@ -1,14 +1,15 @@
-"""Program: two optimizer steps of one global batch in the layouts given, for the models given; saves what came out.
+"""Program: two optimizer steps of one global batch, in the layouts and for the models given; saves what came out.
 
-Usage: torchrun … train_step.py MODELS_FOLDER RESULTS_FOLDER LAYOUTS_JSON
+Usage: torchrun … train_step.py MODELS_FOLDER RESULTS_FOLDER CASES_JSON
+    ([{"name": …, "layout": {…}, "model_config": {…}, "runs": [[model, distributed optimizer], …]}, …])
 """
 
 from __future__ import annotations
 
 import faulthandler
-import itertools
 import json
 import logging
+import math
 import os
 import sys
 from pathlib import Path
@@ -22,11 +23,11 @@ from megarl.config.schema_inputs import ModelConfig
 from megarl.config.schema_learning import OptimConfig
 from megarl.data.packing import IGNORED_TARGET, PackedBatch, pack_multiple, pack_sequences, padded_length
 from megarl.models.bridge import read_hf_config
-from megarl.models.build import build_model, recompute_overrides
+from megarl.models.build import MegatronModel, build_model, config_overrides
 from megarl.models.outputs import token_logprobs
 from megarl.models.train import TrainableModel, optimizer_config
 from megarl.parallel.groups import Groups, build_groups
-from megarl.weights.export_hf import export_hf
+from megarl.weights.export_hf import ExportPlan, export_hf, plan_export
 from megarl.weights.load_hf import load_hf
 
 LENGTHS = (7, 24, 2, 13, 17, 9, 31, 5)
@@ -53,19 +54,23 @@ def micro_batches(sequences: list[torch.Tensor], groups: Groups) -> list[PackedB
     return [pack.shard(groups.cp.size(), groups.cp.rank()) for pack in packs]
 
 
-def run_case(folder: Path, groups: Groups, distributed_optimizer: bool, recompute: str) -> dict:
-    overrides = recompute_overrides(ModelConfig(recompute_granularity=recompute))
-    model = build_model(read_hf_config(folder), groups, dtype=torch.float32, overrides=overrides)
+def run_case(folder: Path, groups: Groups, distributed_optimizer: bool, model_config: ModelConfig) -> dict:
+    overrides = config_overrides(model_config)
+    dtype = platform.parse_dtype(model_config.dtype)
+    model = build_model(read_hf_config(folder), groups, dtype=dtype, overrides=overrides)
     load_hf(model, folder)
     trainable = TrainableModel(
         model,
         optimizer_config(
             # With Adam's usual eps of 1e-8 a gradient that is 0 but for rounding moves a weight as far as any other.
             OptimConfig(lr=1e-3, eps=1e-4, weight_decay=0.1, clip_grad=1.0),
-            torch.float32,
+            dtype,
             use_distributed_optimizer=distributed_optimizer,
         ),
     )
+    # Not before: the distributed optimizer moves the weights into its own buffers.
+    plan = plan_export(model)
+    expert_biases = [name for name in plan.tensors if name.endswith("e_score_correction_bias")]
     sequences = global_batch(model.vocab_size)
     total = sum(len(sequence) - 1 for sequence in sequences)
     batches = micro_batches(sequences, groups)
@@ -77,7 +82,7 @@ def run_case(folder: Path, groups: Groups, distributed_optimizer: bool, recomput
         loss = -(logprobs + 0.1 * entropy)[mask].sum() / total
         return loss, {"loss": loss.detach()}
 
-    result: dict = {"losses": [], "grad_norms": []}
+    result: dict = {"losses": [], "grad_norms": [], "expert_biases": []}
     for step in range(STEPS):
         outputs = trainable.accumulate(batches, negative_mean_logprob)
         loss = sum((output["loss"] for output in outputs), torch.zeros(()))
@@ -85,21 +90,28 @@ def run_case(folder: Path, groups: Groups, distributed_optimizer: bool, recomput
         dist.broadcast(loss, src=dist.get_world_size() - 1)  # the last rank is on the last stage
         result["losses"].append(loss.item())
         if step == 0 and not distributed_optimizer:
-            result["grads"] = gradients(model)
+            names = [name for name in plan.tensors if name not in expert_biases]
+            result["grads"] = gradients(model, plan, names)
         updated, grad_norm, _ = trainable.optimizer.step()
         assert updated
         result["grad_norms"].append(float(grad_norm))
-    result["weights"] = {name: tensor.clone() for name, tensor in export_hf(model)}
+        result["expert_biases"].append({name: t.clone() for name, t in export_hf(model, plan, names=expert_biases)})
+    result["weights"] = {name: tensor.clone() for name, tensor in export_hf(model, plan)}
+    # As few micro-batches as virtual stages allow.
+    broken = trainable.step(batches[: groups.layout.pp], lambda logits, shard: (logits.sum() * math.nan, {}))
+    after = {name: tensor.clone() for name, tensor in export_hf(model, plan)}
+    changed = [name for name, tensor in after.items() if not torch.equal(tensor, result["weights"][name])]
+    result["broken_step"] = {"updated": broken.updated, "changed": changed}
     return result
 
 
-def gradients(model: object) -> dict[str, torch.Tensor]:
+def gradients(model: MegatronModel, plan: ExportPlan, names: list[str]) -> dict[str, torch.Tensor]:
     """The gradient under Hugging Face names: it takes the weights' place for one export."""
-    parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]  # type: ignore[attr-defined]
+    parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
     weights = [parameter.data.clone() for parameter in parameters]
     for parameter in parameters:
         parameter.data.copy_(parameter.main_grad)  # type: ignore[attr-defined]
-    exported = {name: tensor.clone() for name, tensor in export_hf(model)}  # type: ignore[arg-type]
+    exported = {name: tensor.clone() for name, tensor in export_hf(model, plan, names=names)}
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.data.copy_(weight)
     return exported
@@ -112,8 +124,9 @@ def main() -> None:
     rank, world_size = platform.init_distributed(120)
     for case in json.loads(sys.argv[3]):
         groups = build_groups(Layout(world_size=world_size, **case["layout"]))
-        for model, distributed in itertools.product(case["models"], case.get("distributed_optimizer", [False, True])):
-            result = run_case(models_folder / model, groups, distributed, case.get("recompute", "none"))
+        for model, distributed in case["runs"]:
+            model_config = ModelConfig(**{"dtype": "float32", **case.get("model_config", {})})
+            result = run_case(models_folder / model, groups, distributed, model_config)
             if rank == 0:
                 torch.save(result, results_folder / f"{case['name']}-{model}-{distributed}.pt")
     platform.shutdown_distributed()

@@ -112,9 +112,6 @@ class _GroupedLinear(torch.nn.Module):
                 with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                     init_method(weight)
             set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 1)
-            # Expert gradients are reduced over the expert-data-parallel group. Transformer Engine says so only when
-            # EP > 1; with EP = 1 and ETP < TP that leaves them silently wrong, so here it is always said.
-            weight.allreduce = False  # type: ignore[attr-defined]
             self.register_parameter(f"weight{index}", weight)
 
     def forward(self, x: torch.Tensor, tokens_per_expert: Sequence[int]) -> tuple[torch.Tensor, None]:

@@ -1,0 +1,115 @@
+"""Prove a run before it costs a GPU: `python launch/plan.py --config 70b_grpo.yaml --gpus 64 --gpu-memory 80`.
+
+Needs the model's config.json; no weights and no GPU. With `--search`, other layouts are tried too. Only the weight map
+needs torch: a process of its own builds the modules of every rank without memory. `--no-map` leaves it out.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+
+from megarl.config import ConfigError, load_config
+from megarl.planning.hardware import GPUS
+from megarl.planning.memory import GIB
+from megarl.planning.plan import Plan, Request, make_plan
+from megarl.planning.step_time import Lengths
+from megarl.planning.sync_plan import BUCKET_BYTES
+
+GB, MIB = 10**9, 2**20
+EXIT_CANNOT_WORK = 1
+EXIT_BAD_CONFIG = 2
+
+
+def main() -> int:
+    """Run the command line; returns the exit status: 0, 1 if the run cannot work, 2 if the config cannot be read."""
+    arguments = parse_arguments()
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+    except ConfigError as error:
+        return show(Plan(problems=error.problems), arguments, EXIT_BAD_CONFIG)
+    gpu = GPUS[arguments.gpu]
+    if arguments.network_gb:
+        gpu = dataclasses.replace(gpu, network=arguments.network_gb * GB)
+    usual = Lengths.half_of_limits(config)
+    plan = make_plan(
+        Request(
+            config=config,
+            world_size=arguments.gpus,
+            gpu=gpu,
+            limit=(arguments.gpu_memory or gpu.memory_gib) * GIB,
+            lengths=Lengths(
+                prompt=arguments.mean_prompt or usual.prompt, response=arguments.mean_response or usual.response
+            ),
+            searches=arguments.search,
+            maps_weights=not arguments.no_map,
+            bucket_bytes=round(arguments.bucket_mib * MIB),
+        )
+    )
+    return show(plan, arguments, EXIT_CANNOT_WORK if plan.problems else 0)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="launch/plan.py", description="Say whether a run fits, how its batches fall, and how long a step takes."
+    )
+    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file, as for launch/train.py")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
+    parser.add_argument("--gpus", type=positive(int), required=True, metavar="N", help="GPUs of the whole run")
+    parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="their kind (default: h100)")
+    parser.add_argument(
+        "--gpu-memory", type=positive(float), metavar="GIB", help="memory of one GPU (default: that of its kind)"
+    )
+    parser.add_argument(
+        "--mean-prompt", type=positive(float), metavar="TOKENS", help="mean prompt (default: half of the limit)"
+    )
+    parser.add_argument(
+        "--mean-response", type=positive(float), metavar="TOKENS", help="mean response (default: half of the limit)"
+    )
+    parser.add_argument(
+        "--network-gb", type=positive(float), metavar="GB/S", help="to other nodes, for each GPU (default: of its kind)"
+    )
+    parser.add_argument(
+        "--bucket-mib",
+        type=positive(float),
+        default=BUCKET_BYTES / MIB,
+        metavar="MIB",
+        help="bucket of the weight sync (default: %(default)g)",
+    )
+    parser.add_argument("--no-map", action="store_true", help="do not build the ranks' modules to prove the weight map")
+    parser.add_argument("--search", action="store_true", help="also try other layouts, and show the best that fit")
+    parser.add_argument("--json", action="store_true", help="print JSON for scripts")
+    return parser.parse_intermixed_args()
+
+
+def positive(kind: type) -> object:
+    """A type for argparse: a number above 0."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it where a text is no number at all
+    return parse
+
+
+def show(plan: Plan, arguments: argparse.Namespace, status: int) -> int:
+    """Prints the plan and returns `status`."""
+    if arguments.json:
+        print(json.dumps(plan.as_json(), indent=2))
+        return status
+    for section in plan.sections:
+        print("\n".join([section.title, *(f"  {line}" if line else "" for line in section.lines), ""]))
+    for note in plan.notes:
+        print(f"not on this machine: {note}")
+    if plan.problems:
+        print("\n".join(["cannot work:", *(f"- {problem}" for problem in plan.problems)]), file=sys.stderr)
+    elif plan.sections:
+        print(f"The run can work on {arguments.gpus} GPUs.")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
