@@ -19,6 +19,8 @@ from quickstart_jobs import dataset_options
 from quickstart_stages import Stages, at_least_one
 
 HELD_OUT = 256
+CRITIC_WARMUP = 5
+"""Of configs/pipeline_ppo.yaml."""
 CONFIGS = {"sft": "pipeline_sft.yaml", "reward_model": "pipeline_reward_model.yaml", "ppo": "pipeline_ppo.yaml"}
 
 
@@ -74,6 +76,9 @@ def train(stages: Stages, output: Path, seed: int, steps: int | None) -> None:
             **_files(data, ""),
         },
     }
+    if steps is not None:
+        # Of few steps, some have to be left for the actor.
+        settings["ppo"]["trainer__critic_warmup"] = min(steps // 2, CRITIC_WARMUP)
     for stage, config in CONFIGS.items():
         stages.train(
             stage,

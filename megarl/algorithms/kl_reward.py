@@ -131,5 +131,5 @@ class AdaptiveKL:
         return {"beta": self.beta}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Goes on with the saved β; target and horizon are the config's."""
-        self.beta = state["beta"]
+        """Goes on with the saved β; target and horizon are the config's. A fixed controller's state has none."""
+        self.beta = state.get("beta", self.beta)

@@ -17,6 +17,8 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 def write_optimizer(trainable: TrainableModel, folder: Path) -> None:
     """Writes the state into `folder`, an existing empty folder. Collective over the world."""
+    # An actor that waits for its critic has made no step yet.
+    _allocate(trainable)
     state = _sharded_state(trainable, is_loading=False)
     dist_checkpointing.save(state, str(folder), sharded_strategy=InProcessSave(None))
 

@@ -114,7 +114,10 @@ def _read_state(folder: Path) -> dict[str, Any]:
     try:
         state = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # ValueError: neither JSON nor text
-        problem = f"{folder} is not a checkpoint of a run, or a damaged one: its {STATE_NAME} cannot be read ({error})."
+        problem = (
+            f"{folder} is not a checkpoint of a run, or a damaged one: its {STATE_NAME} cannot be read ({error}); move "
+            "it away to go on at the checkpoint before, or name one with trainer.resume_mode path."
+        )
     raise_together(problem)
     return state
 

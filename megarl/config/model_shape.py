@@ -76,6 +76,11 @@ def _read_json(file: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if (file.parent / "megarl.json").exists():
+            raise ConfigError(
+                f"{file.parent} is a checkpoint of megarl, where a Hugging Face folder is needed: convert it with "
+                "tools/convert/megatron_to_hf.py."
+            ) from None
         raise ConfigError(
             f"{file} does not exist: a model folder needs the config.json that Hugging Face saves with the weights."
         ) from None

@@ -1,5 +1,6 @@
 """Every rule between the settings of a run, in one pass that reports all problems at once. Imports no torch."""
 
+import math
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,6 +83,8 @@ def _value_problems(config: RunConfig) -> Iterator[str]:
 
 def _broken_rule(key: Key, value: Any) -> str | None:
     rules = key.rules
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
     if rules.choices and value not in rules.choices:
         return f"one of {', '.join(rules.choices)}"
     if rules.at_least is not None and not value >= rules.at_least:
@@ -137,6 +140,8 @@ def _parallel_switch_problems(config: RunConfig) -> Iterator[str]:
 def _optim_problems(section: str, optim: OptimConfig) -> Iterator[str]:
     if len(optim.betas) != 2:
         yield f"{section}.betas has {len(optim.betas)} numbers, but AdamW has two, e.g. [0.9, 0.95]."
+    if any(beta == 1 for beta in optim.betas):
+        yield f"{section}.betas has a 1, with which AdamW never moves: both must be below 1, e.g. [0.9, 0.95]."
     if optim.min_lr > optim.lr:
         yield (
             f"{section}.min_lr {optim.min_lr} is above {section}.lr {optim.lr}: the learning rate cannot decay upwards."
@@ -155,6 +160,8 @@ def _optim_problems(section: str, optim: OptimConfig) -> Iterator[str]:
 
 def _trainer_problems(config: RunConfig) -> Iterator[str]:
     trainer = config.trainer
+    if not -(2**63) <= trainer.seed < 2**63:
+        yield f"trainer.seed is {trainer.seed}, but must fit into 64 bits: take a smaller number."
     for name in ("test_freq", "save_freq"):
         if getattr(trainer, name) == 0:
             yield f"trainer.{name} cannot be 0: write -1 for never in between."

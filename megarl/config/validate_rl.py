@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megarl.config.layout import Layout
 from megarl.config.model_shape import ModelShape
 from megarl.config.schema import RunConfig
-from megarl.config.schema_algorithm import GROUP_ESTIMATORS
+from megarl.config.schema_algorithm import ADVANTAGE_ESTIMATORS, GROUP_ESTIMATORS
 from megarl.config.schema_learning import SEQUENCE_LOSSES
 from megarl.config.validate_models import other_model_problems
 
@@ -48,6 +48,12 @@ def _estimator_problems(config: RunConfig) -> Iterator[str]:
             f"algorithm.adv_estimator {name} compares the samples of a prompt, but rollout.n is 1: set it to at least "
             "2."
         )
+    steps, warmup = config.trainer.total_training_steps, config.trainer.critic_warmup
+    if steps is not None and warmup and warmup >= steps:
+        yield (
+            f"trainer.critic_warmup is {warmup} steps of trainer.total_training_steps {steps}, so the actor would "
+            "never learn: shorten the warm-up."
+        )
     if name != "gae" and config.trainer.critic_warmup:
         yield (
             f"trainer.critic_warmup is {config.trainer.critic_warmup}, but algorithm.adv_estimator {name} has no "
@@ -63,6 +69,18 @@ def _estimator_problems(config: RunConfig) -> Iterator[str]:
         )
     if name == "gdpo" and algorithm.use_kl_in_reward:
         yield "algorithm.use_kl_in_reward does not go with gdpo, which has several rewards: use actor.use_kl_loss."
+    if algorithm.pf_ppo.enable and name in (*GROUP_ESTIMATORS, "remax"):
+        yield (
+            f"algorithm.pf_ppo draws samples anew, but algorithm.adv_estimator {name} needs those of a prompt "
+            "together: choose gae or reinforce_plus_plus."
+        )
+    if keys and name != "gdpo" and name in ADVANTAGE_ESTIMATORS:
+        yield f"algorithm.gdpo_reward_keys are for gdpo, but algorithm.adv_estimator is {name}: leave them out."
+    if algorithm.filter_groups.enable and n == 1:
+        yield (
+            "algorithm.filter_groups keeps prompts whose samples differ, but rollout.n is 1: set it to at least 2, or "
+            "switch it off."
+        )
     yield from _given_responses_problems(config)
 
 
@@ -103,6 +121,11 @@ def _loss_problems(config: RunConfig) -> Iterator[str]:
 
 def _kl_problems(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
+    if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.kl_ctrl.type is adaptive, but algorithm.use_kl_in_reward is false, so there is no penalty to "
+            "adapt: set it to true, or leave type out."
+        )
     if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0:
         yield (
             "algorithm.use_kl_in_reward is true, but algorithm.kl_ctrl.kl_coef is 0: set use_kl_in_reward to false, or "

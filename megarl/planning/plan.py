@@ -85,9 +85,9 @@ def make_plan(request: Request) -> Plan:
         problems, answers = _plan_layout(request, layout, models)
         sections += answers
         if request.maps_weights:
-            maps = map_weights(config, layout, models)
-            problems += map_problems(maps)
-            sections.append(map_section(maps, world_size))
+            more, proof = _map_weights(config, layout, models)
+            problems += more
+            sections += proof
     if request.searches:
         results = search(config, world_size, request.gpu, request.limit, request.lengths, models)
         sections.append(search_section(results))
@@ -99,6 +99,7 @@ def _plan_layout(request: Request, layout: Layout, models: list[ModelUse]) -> tu
     config, lengths = request.config, request.lengths
     count = micro_batch_count(config, layout, lengths, models[0].max_tokens)
     memory = plan_memory(config, request.world_size, request.limit, micro_batches=count, models=models)
+    parameters = model_parameters(models[0].architecture)
     sections = [batch_section(config, layout, lengths, count), memory_section(memory)]
     if memory.kv is not None:
         sync = plan_sync(
@@ -109,12 +110,19 @@ def _plan_layout(request: Request, layout: Layout, models: list[ModelUse]) -> tu
             engine_size=config.rollout.tensor_model_parallel_size,
             bucket_bytes=request.bucket_bytes,
         )
-        sections.append(sync_section(sync, request.gpu))
+        sections.append(sync_section(sync, parameters, request.gpu))
     if memory.missing:
         return [_memory_problem(memory), *_help(request, memory, models)], sections
     time = estimate_step(config, layout, request.gpu, lengths, models, memory)
-    parameters = model_parameters(models[0].architecture)
     return [], [*sections, time_section(time, lengths, request.gpu, parameters, models[0].architecture)]
+
+
+def _map_weights(config: RunConfig, layout: Layout, models: list[ModelUse]) -> tuple[list[str], list[Section]]:
+    try:
+        maps = map_weights(config, layout, models)
+    except RuntimeError as error:
+        return [f"{error}; --no-map plans without it."], []
+    return map_problems(maps), [map_section(maps, layout.world_size)]
 
 
 def _memory_problem(memory: MemoryPlan) -> str:

@@ -13,6 +13,7 @@ import functools
 import gc
 import json
 import logging
+import math
 import multiprocessing
 import os
 import sys
@@ -93,14 +94,18 @@ def architecture_tensors(hf_config: transformers.PretrainedConfig, role: Role) -
 
 
 def held_by_ranks(hf_config: transformers.PretrainedConfig, layout: Layout, role: Role) -> list[Held]:
-    """What every class of ranks holds, built by as many processes as there are cores."""
+    """What every class of ranks holds, built by several processes."""
     classes = rank_classes(layout)
     build = functools.partial(_held_by_class, hf_config, layout, role)
-    processes = min(len(os.sched_getaffinity(0)), len(classes))
+    processes = min(os.cpu_count() or 1, len(classes), _MOST_PROCESSES)
+    at_a_time = min(_CLASSES_AT_A_TIME, math.ceil(len(classes) / processes))
     # Forked, they share the memory of what is imported, which is most of what a process needs.
     with multiprocessing.get_context("fork").Pool(processes) as pool:
-        return pool.map(build, classes, chunksize=_CLASSES_AT_A_TIME)
+        return pool.map(build, classes, chunksize=at_a_time)
 
+
+_MOST_PROCESSES = 8
+"""What each takes besides what it shares adds up."""
 
 _CLASSES_AT_A_TIME = 8
 """That a process builds before it hands them over: few enough to hold little, and to share out evenly."""

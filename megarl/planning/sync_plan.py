@@ -25,15 +25,7 @@ Two of them are a small part of a GPU, and sending one takes far longer than sta
 
 UNCERTAINTY = 2.0
 """Factor within which the bytes are expected to arrive. What each tensor costs besides its bytes is not counted, and is
-most of it where thousands of small ones are sent one by one: see verl's figures."""
-
-PUBLISHED = (
-    "whole tensors by NCCL in buckets: Qwen3-30B-A3B 2.7 s, Qwen3-235B-A22B 10.8 s, GLM-5 744B 58 s (miles, "
-    "docs/advanced/p2p-weight-transfer.md)",
-    "whole tensors by NCCL: Qwen3-30B-A3B 32 s, Qwen3-235B-A22B 246 s (verl, docs/advance/delta_weight_sync.md)",
-    "each rank its share: GLM-5 744B by RDMA 8.5 s (miles), DeepSeek-V3 671B by NCCL 2.4-2.8 s (NeMo-RL, "
-    "docs/design-docs/nccl-reshard-refit.md)",
-)
+most of it where thousands of small ones are sent one by one: see verl's figures in `published`."""
 
 _EXPERT_BIAS_BYTES = 4
 
@@ -158,19 +150,26 @@ def bucket_count(sizes: Iterable[int], bucket_bytes: int) -> int:
     return buckets
 
 
+def given_by_ranks(architecture: Architecture, layout: Layout, element_bytes: int) -> list[int]:
+    """Bytes that each rank gives: of the ranks that hold the same the lowest, as `weights.export_hf` has it."""
+    given = [0] * layout.world_size
+    for stage in range(layout.pp):
+        totals = _by_split(stage_tensors(architecture, layout, stage, element_bytes))
+        first = stage * (layout.world_size // layout.pp)
+        for split, ranks in ((Split.WHOLE, 1), (Split.TENSOR, layout.tp), (Split.EXPERT, layout.ep * layout.etp)):
+            for rank in range(first, first + ranks):
+                given[rank] += totals[split] // ranks
+    return given
+
+
 @functools.lru_cache(maxsize=256)
 def whole_route(architecture: Architecture, layout: Layout, gpu: GPU, element_bytes: int) -> Route:
     """Every rank sees every tensor, and all wait for the slowest link of the ring.
 
     The ring enters each node by one adapter. The rank behind it of the node that holds least waits longest.
     """
-    total = 0
-    given = [0] * layout.world_size
-    for stage in range(layout.pp):
-        for group in stage_tensors(architecture, layout, stage, element_bytes):
-            total += group.total
-            for rank, share in _givers(layout, stage, group.split):
-                given[rank] += round(group.total * share)
+    given = given_by_ranks(architecture, layout, element_bytes)
+    total = sum(given)
     nodes = [given[first : first + GPUS_A_NODE] for first in range(0, layout.world_size, GPUS_A_NODE)]
     node = min(range(len(nodes)), key=lambda number: sum(nodes[number]))
     rank = node * GPUS_A_NODE
@@ -182,19 +181,6 @@ def whole_route(architecture: Architecture, layout: Layout, gpu: GPU, element_by
         within_node=total - across - given[rank],
         seconds=total / group_rate(gpu, layout.world_size) if layout.world_size > 1 else 0.0,
     )
-
-
-def _givers(layout: Layout, stage: int, split: Split) -> Iterator[tuple[int, float]]:
-    """(rank, its share) of the ranks that give a stage's tensors: of those that hold the same, the lowest."""
-    first = stage * (layout.world_size // layout.pp)
-    match split:
-        case Split.WHOLE:
-            yield first, 1.0
-        case Split.TENSOR:
-            yield from ((first + rank, 1 / layout.tp) for rank in range(layout.tp))
-        case Split.EXPERT:
-            size = layout.ep * layout.etp
-            yield from ((first + rank, 1 / size) for rank in range(size))
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from megarl.planning.hardware import COLLECTIVE_EFFICIENCY, GPU
+from megarl.planning.published import similar_syncs
 from megarl.planning.sections import Section
-from megarl.planning.sync_plan import PUBLISHED, UNCERTAINTY, Route, SyncPlan
+from megarl.planning.sync_plan import UNCERTAINTY, Route, SyncPlan
 from megarl.planning.weight_map import PROBLEMS_SHOWN
 from megarl.planning.weight_map_run import WeightMap
 
@@ -45,8 +46,13 @@ def map_problems(maps: Sequence[WeightMap]) -> list[str]:
     return found
 
 
-def sync_section(plan: SyncPlan, gpu: GPU) -> Section:
-    """What a sync moves, as it is done and at least."""
+def sync_section(plan: SyncPlan, parameters: int, gpu: GPU) -> Section:
+    """What a sync moves, as it is done and at least.
+
+    Args:
+        parameters: of the model.
+    """
+    published = [sync.describe() for sync in similar_syncs(parameters)]
     lines = [
         f"engines: {plan.engines} of {plan.engine_size} ranks; {plan.num_bytes / _GB:,.1f} GB in {plan.tensors:,} "
         "tensors",
@@ -57,9 +63,9 @@ def sync_section(plan: SyncPlan, gpu: GPU) -> Section:
         f"which {100 * COLLECTIVE_EFFICIENCY:.0f} % are reached",
         f"certainty: the bytes within a factor of {UNCERTAINTY:g}; what each tensor costs besides is not counted; not "
         "calibrated on a run of megarl on GPUs",
-        *(f"published: {text}" for text in PUBLISHED),
+        *(f"published: {sync}" for sync in published),
     ]
-    data = {**asdict(plan), "uncertainty_factor": UNCERTAINTY, "published": list(PUBLISHED)}
+    data = {**asdict(plan), "uncertainty_factor": UNCERTAINTY, "published": published}
     return Section(name="sync", title="Weight sync", lines=lines, data=data)
 
 

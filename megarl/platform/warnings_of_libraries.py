@@ -9,6 +9,8 @@ _MESSAGES = (
     r"full scope is deprecated",
     # Megatron-Core's schedule asks for the gradient of what it sends between stages.
     r"The \.grad attribute of a Tensor that is not a leaf",
+    # Megatron-Core's checkpoints are of ShardedTensor, and torch announces its end at each load.
+    r".*(deprecating ShardedTensor|load_state_dict` is deprecated|save_state_dict` is deprecated)",
     # Names of collectives that Megatron-Core 0.16.1 uses and torch 2.13 has renamed.
     r".*torch\.distributed\.\w+` is deprecated",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,11 +150,11 @@ class Collector:
             found = _everyones({sample.group for sample in kept})
             batches += 1
         if not found or (len(found) < wanted and settings.on_exhausted == "error"):
+            or_less = ", or set algorithm.filter_groups.on_exhausted to smaller_batch" if found else ""
             raise ConfigError(
                 f"algorithm.filter_groups: step {step} found {len(found)} of {wanted} prompts whose samples differ in "
                 f"{settings.metric} after {batches} batches: the task is too easy or too hard for this model. Raise "
-                "rollout.n or algorithm.filter_groups.max_num_gen_batches, choose other prompts, or set "
-                "algorithm.filter_groups.on_exhausted to smaller_batch."
+                f"rollout.n or algorithm.filter_groups.max_num_gen_batches, choose other prompts{or_less}."
             )
         number = {group: place for place, group in enumerate(found[:wanted])}
         samples = [dataclasses.replace(s, group=number[s.group]) for s in kept if s.group in number]
@@ -195,7 +196,13 @@ def reward_named(sample: Sample, name: str, key: str) -> float:
         ConfigError: the sample has no such number. One whose scoring failed has `score` for all of them.
     """
     if name in sample.rewards:
-        return sample.rewards[name]
+        value = sample.rewards[name]
+        if not math.isfinite(value):
+            raise ConfigError(
+                f"{key} is {name}, which the reward function returned as {value} for row {sample.prompt.row}: it must "
+                "be a finite number."
+            )
+        return value
     if sample.reward_failure is not None:
         return sample.rewards[SCORE]
     raise ConfigError(

@@ -25,15 +25,22 @@ class RolloutDump:
         self._rank = rank
 
     def write(self, step: int, samples: list[Sample]) -> None:
-        """Writes one step; a file of that step from an earlier run is replaced."""
+        """Writes one step; a file of that step from an earlier run is replaced.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
         folder = _step_folder(self._folder, step)
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{self._rank:05d}.jsonl"
         unfinished = path.with_suffix(".unfinished")
-        with unfinished.open("w", encoding="utf-8") as file:
-            for sample in samples:
-                file.write(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n")
-        unfinished.replace(path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with unfinished.open("w", encoding="utf-8") as file:
+                for sample in samples:
+                    file.write(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n")
+            unfinished.replace(path)
+        except OSError as error:
+            raise ConfigError(f"trainer.rollout_data_dir: {path} cannot be written: {error.strerror}.") from None
 
 
 class RolloutReplay:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy
 import torch.distributed as dist
 
+from megarl.config import ConfigError
 from megarl.data.prompts import PromptDataset
 from megarl.data.sample import Sample
 from megarl.parallel.groups import Groups
@@ -94,7 +95,14 @@ def _pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def _write(samples: Sequence[Sample], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_lines(samples, path)
+    except OSError as error:
+        raise ConfigError(f"trainer.validation_data_dir: {path} cannot be written: {error.strerror}.") from None
+
+
+def _write_lines(samples: Sequence[Sample], path: Path) -> None:
     with path.open("w", encoding="utf-8") as file:
         for sample in samples:
             line = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megarl.config import ConfigError
+
 MAX_SKIPPED_STEPS = 3
 """Steps in a row whose gradient was not finite, after which a run ends: it will not get better by itself."""
 
@@ -20,11 +22,11 @@ class GradientGuard:
         """To be called after each step.
 
         Raises:
-            RuntimeError: it was one too many in a row.
+            ConfigError: it was one too many in a row.
         """
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if self._in_a_row == MAX_SKIPPED_STEPS:
-            raise RuntimeError(
+            raise ConfigError(
                 f"the gradient was NaN or infinite in {MAX_SKIPPED_STEPS} steps in a row, the last is step {step}; the "
                 f"weights are those of before. Lower optim.lr, or look at {self._look_at}."
             )

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megarl import platform
-from megarl.config import ModelShape, RunConfig
+from megarl.config import ConfigError, ModelShape, RunConfig
 from megarl.data.chat import UnusableMessages, load_chat_tokenizer
 from megarl.data.sample import Sample
 from megarl.models.build import Role
@@ -40,7 +40,7 @@ class Judge:
         self._max_length = min(self._shape.max_positions, self._max_tokens)
         self._pad_token_id = scoring_pad_token_id(path)
         self._groups = groups
-        self._model = load_model(config, groups, role=Role.REWARD, path=path)
+        self._model = load_model(config, groups, role=Role.REWARD, path=path, needs_head=True)
 
     def scores(self, samples: Sequence[Sample]) -> list[float]:
         """Of this rank's samples. Collective over the world; ranks without samples take part."""
@@ -49,6 +49,11 @@ class Judge:
         found = score_everywhere(
             self._model, everyones, self._shape, max_tokens=self._max_tokens, pad_token_id=self._pad_token_id
         )
+        if not found.isfinite().all():
+            raise ConfigError(
+                f"reward.model.path {self._chat.path} gives scores that are NaN or infinite, so its weights are "
+                "broken: train or convert it again."
+            )
         return found[first : first + len(mine)].tolist()
 
     def _token_ids(self, sample: Sample) -> list[int]:

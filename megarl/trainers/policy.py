@@ -11,7 +11,8 @@ import torch.distributed as dist
 from megarl.algorithms.aggregate import aggregate
 from megarl.algorithms.kl import kl_per_token
 from megarl.algorithms.policy_loss import PolicyLossInputs, PolicyLossOptions, policy_loss
-from megarl.algorithms.tokens import Sequences, select
+from megarl.algorithms.tokens import Sequences, TokenLoss, select
+from megarl.config import ConfigError
 from megarl.config.schema_learning import ActorConfig
 from megarl.data.packing import PackedBatch
 from megarl.models.build import MegatronModel
@@ -28,6 +29,9 @@ loss, its advantage, and the engine's log-prob of it."""
 
 OLD, REFERENCE = "old_logprobs", "reference_logprobs"
 """Columns that passes add."""
+
+POLICY_METRICS = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/selected_fraction")
+"""What the `sums` of a policy loss may be named: shares of tokens and means over them."""
 
 IMPORTANCE, UNREJECTED, SELECTED = "importance", "unrejected_mask", "selected"
 """Columns that only some runs have: the weight of `algorithm.rollout_correction`, the mask with the tokens that it
@@ -91,6 +95,7 @@ def update_policy(actor: TrainableModel, mini_batch: MiniBatch, config: ActorCon
             ),
             options,
         )
+        _check_loss(policy, logprobs, config.policy_loss)
         weighted = policy.loss * columns[IMPORTANCE] if IMPORTANCE in columns else policy.loss
         pg_loss = aggregate(weighted, columns[WEIGHTS])
         entropy_loss = aggregate(entropy, columns[WEIGHTS])
@@ -106,6 +111,25 @@ def update_policy(actor: TrainableModel, mini_batch: MiniBatch, config: ActorCon
     result = actor.step(mini_batch.batches, loss)
     mini_batch.add_columns([{OLD: output[OLD]} for output in result.outputs])
     return result
+
+
+def _check_loss(policy: Any, logprobs: torch.Tensor, name: str) -> None:
+    """Whether a policy loss, which may be of a person's own file, gave what one has to."""
+    where = f"actor.policy_loss {name}"
+    if not isinstance(policy, TokenLoss):
+        raise ConfigError(f"{where} returned {type(policy).__name__}, but must return TokenLoss (docs/algorithms.md).")
+    if policy.loss.shape != logprobs.shape:
+        raise ConfigError(
+            f"{where} returned a loss of shape {list(policy.loss.shape)}, but must return one for each token, "
+            f"{list(logprobs.shape)}."
+        )
+    if not policy.loss.requires_grad:
+        raise ConfigError(f"{where} returned a loss without a gradient: it must be computed from inputs.logprobs.")
+    unknown = [metric for metric in policy.sums if metric not in POLICY_METRICS]
+    if unknown:
+        raise ConfigError(
+            f"{where} returned the metric {unknown[0]}, but metrics of policy losses are {', '.join(POLICY_METRICS)}."
+        )
 
 
 def _sequences(shard: PackedBatch, groups: Groups) -> Sequences:

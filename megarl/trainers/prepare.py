@@ -58,7 +58,6 @@ def advantage_options(config: RunConfig) -> AdvantageOptions:
 
 def row_advantages(config: RunConfig, table: SampleTable) -> Advantages:
     """One number for each sample [samples, 1], from the scores of all ranks: for estimators that need no more."""
-    algorithm = config.algorithm
     inputs = AdvantageInputs(
         rewards=torch.from_numpy(table.score).unsqueeze(1),
         mask=torch.from_numpy(table.response_tokens > 0).unsqueeze(1),
@@ -66,7 +65,31 @@ def row_advantages(config: RunConfig, table: SampleTable) -> Advantages:
         lengths=torch.from_numpy(table.response_tokens),
         **_further_rewards(config, table, torch.from_numpy),
     )
-    return advantage_estimator.get(algorithm.adv_estimator)(inputs, advantage_options(config))
+    return _estimate(config, inputs)
+
+
+def _estimate(config: RunConfig, inputs: AdvantageInputs) -> Advantages:
+    """What the config's estimator gives.
+
+    Raises:
+        ConfigError: it gives something that no estimator may, which those of a person's own file can.
+    """
+    name = config.algorithm.adv_estimator
+    found = advantage_estimator.get(name)(inputs, advantage_options(config))
+    where = f"algorithm.adv_estimator {name}"
+    if not isinstance(found, Advantages):
+        raise ConfigError(f"{where} returned {type(found).__name__}, but must return Advantages (docs/algorithms.md).")
+    for column in ("advantages", "returns"):
+        values = getattr(found, column)
+        if not isinstance(values, Tensor) or values.shape != inputs.mask.shape:
+            given = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise ConfigError(
+                f"{where} returned {column} of shape {given}, but must return them as the rewards are, "
+                f"{list(inputs.mask.shape)}."
+            )
+        if not values.isfinite().all():
+            raise ConfigError(f"{where} returned {column} that are NaN or infinite, where all must be finite.")
+    return found
 
 
 def _further_rewards(config: RunConfig, table: SampleTable, take: Callable[[numpy.ndarray], Tensor]) -> dict[str, Any]:
@@ -113,7 +136,13 @@ def add_advantages(
         kl = mean_kl(kls, mask, ranks)
     critic_rows = TokenRows(critic_batches, groups) if critic_batches else None
     values = None if critic_rows is None else critic_rows.get(VALUES)
-    found = advantage_estimator.get(algorithm.adv_estimator)(
+    if values is not None and not values[mask.bool()].isfinite().all():
+        raise ConfigError(
+            f"the critic of {config.critic.path or config.model.path} gives values that are NaN or infinite, so its "
+            "weights are broken: start from others."
+        )
+    found = _estimate(
+        config,
         AdvantageInputs(
             rewards=rewards,
             mask=mask,
@@ -122,7 +151,6 @@ def add_advantages(
             ranks=ranks,
             **_further_rewards(config, table, take),
         ),
-        advantage_options(config),
     )
     rows.put(**{ADVANTAGES: found.advantages})
     if critic_rows is not None:

@@ -20,20 +20,14 @@ from megarl.parallel.groups import Groups
 from megarl.rewards.outcome import SCORE, FailureKind
 from megarl.trainers.exchange import SampleTable
 from megarl.trainers.minibatch import MiniBatch
-from megarl.trainers.policy import MASK, OLD, ROLLOUT, UNREJECTED
+from megarl.trainers.policy import MASK, OLD, POLICY_METRICS, ROLLOUT, UNREJECTED
 from megarl.trainers.prepare import TokenAdvantages, explained_variance
 from megarl.trainers.token_rows import TokenRows
 
 if TYPE_CHECKING:
     from megarl.trainers.rl_parts import RLParts
 
-_POLICY_MEANS = (
-    "actor/ppo_kl",
-    "actor/pg_clipfrac",
-    "actor/pg_clipfrac_lower",
-    "actor/selected_fraction",
-    "actor/entropy",
-)
+_POLICY_MEANS = (*POLICY_METRICS, "actor/entropy")
 _POLICY_LOSSES = ("actor/pg_loss", "actor/kl_loss")
 _CRITIC_MEANS = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean")
 _OF_TOKENS = ("critic/advantages", "critic/returns", "critic/values", "critic/rewards")
@@ -239,6 +233,8 @@ def _finished_gap(reduced: dict[str, float], options: RolloutCorrectionOptions) 
 
 
 def _optimizer_metrics(name: str, model: TrainableModel, results: Sequence[StepResult]) -> dict[str, float]:
+    if not results:
+        return {}
     finite = [result.grad_norm for result in results if result.updated]
     return {
         f"{name}/grad_norm": float(numpy.mean(finite)) if finite else float("nan"),

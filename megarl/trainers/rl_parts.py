@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megarl import platform
@@ -30,7 +31,7 @@ from megarl.trainers.generation_setup import (
 )
 from megarl.trainers.prepare import correction_options
 from megarl.trainers.rl_metrics import KINDS
-from megarl.trainers.setup import load_model, load_plugins_of, make_trainable
+from megarl.trainers.setup import check_same_tokens, load_model, load_plugins_of, make_trainable
 from megarl.trainers.state import Stateful
 from megarl.weights.export_hf import ExportPlan, plan_export
 
@@ -188,7 +189,12 @@ def build_rl_parts(config: RunConfig, groups: Groups) -> RLParts:
         total_steps = planned_steps(config, sampler)
         mini_batches = config.data.train_batch_size // config.actor.ppo_mini_batch_size
         actor = make_trainable(load_model(config, groups), config)
-        critic = _critic(config, groups) if needs.critic else None
+        if needs.critic and config.trainer.critic_warmup >= total_steps:
+            raise ConfigError(
+                f"trainer.critic_warmup is {config.trainer.critic_warmup} of the run's {total_steps} steps, so the "
+                "actor would never learn: shorten it."
+            )
+        critic = _critic(config, groups, chat) if needs.critic else None
         sampling = training_sampling(config)
         generates = config.rollout.replay_dir is None and offline is None
         generator = build_generator(config, groups, chat, rewards, generates=generates or val_data is not None)
@@ -231,9 +237,25 @@ def build_rl_parts(config: RunConfig, groups: Groups) -> RLParts:
         raise
 
 
-def _critic(config: RunConfig, groups: Groups) -> TrainableModel:
+def _critic(config: RunConfig, groups: Groups, chat: ChatTokenizer) -> TrainableModel:
+    path = config.critic.path
+    if path is not None:
+        _check_critic_tokens(path, config.model.path, chat)
     model = load_model(config, groups, role=Role.CRITIC, path=config.critic.path)
     return make_trainable(model, config, config.critic.optim)
+
+
+def _check_critic_tokens(critic: str, actor: str, chat: ChatTokenizer) -> None:
+    """A critic reads the actor's token ids. One without a tokenizer has at least to know as many."""
+    if Path(critic, "tokenizer_config.json").exists():
+        check_same_tokens(critic, "critic.path", chat, template=False)
+        return
+    found, wanted = (ModelShape.from_hf(path).vocab_size for path in (critic, actor))
+    if found != wanted:
+        raise ConfigError(
+            f"critic.path {critic} has a vocabulary of {found} tokens, but model.path {actor} has {wanted}: a critic "
+            "reads the actor's token ids, so take one that was made from the same model."
+        )
 
 
 def _kl_controller(config: RunConfig) -> KLController | None:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from megarl import platform
 from megarl.algorithms.plugins import load_plugins
-from megarl.config import ConfigError, ModelShape, RunConfig
+from megarl.config import ConfigError, RunConfig
 from megarl.config.schema_learning import OptimConfig
+from megarl.data.chat import ChatTokenizer, load_chat_tokenizer
 from megarl.models.bridge import read_hf_config
 from megarl.models.build import MegatronModel, Role, build_model, config_overrides
 from megarl.models.train import TrainableModel, optimizer_config
@@ -16,21 +17,25 @@ from megarl.weights.load_hf import load_hf
 
 
 def load_model(
-    config: RunConfig, groups: Groups, *, role: Role = Role.CAUSAL_LM, path: str | Path | None = None
+    config: RunConfig,
+    groups: Groups,
+    *,
+    role: Role = Role.CAUSAL_LM,
+    path: str | Path | None = None,
+    needs_head: bool = False,
 ) -> MegatronModel:
     """A model of the run with its weights, computed as `model` says. Collective over the world.
 
     Args:
         path: a Hugging Face folder; `model.path` if not given. A critic or reward model may come from a language model,
             whose head is then new, or from one that has a scalar head (`weights.load_hf`).
+        needs_head: refuse one whose head would be new.
 
     Raises:
-        ConfigError: the folder cannot be loaded, or a critic does not know the tokens that it is to value.
+        ConfigError: the folder cannot be loaded, or lacks a head that it needs.
     """
     folder = Path(config.model.path if path is None else path)
     hf_config = read_hf_config(folder)
-    if role is Role.CRITIC:
-        _check_vocabulary(folder, hf_config.vocab_size, Path(config.model.path))
     model = build_model(
         hf_config,
         groups,
@@ -39,18 +44,32 @@ def load_model(
         backend=config.model.backend,
         overrides=config_overrides(config.model),
     )
-    load_hf(model, folder, head_seed=config.trainer.seed)
+    load_hf(model, folder, head_seed=config.trainer.seed, needs_head=needs_head)
     return model
 
 
-def _check_vocabulary(critic: Path, vocab_size: int, actor: Path) -> None:
-    """A critic reads the actor's token ids as they are. A larger vocabulary is one that is padded."""
-    wanted = ModelShape.from_hf(actor).vocab_size
-    if vocab_size < wanted:
-        raise ConfigError(
-            f"{critic} has a vocabulary of {vocab_size} tokens, but model.path {actor} has {wanted}: a critic reads "
-            "the actor's token ids, so take one that was made from the same model."
-        )
+def check_same_tokens(folder: str | Path, key: str, chat: ChatTokenizer, *, template: bool = True) -> None:
+    """Whether another model reads the token ids of this run's as they are meant.
+
+    Args:
+        folder: of the other model.
+        key: of the config that names it, for errors.
+        chat: this run's.
+        template: whether it has to have the same chat template too.
+
+    Raises:
+        ConfigError: it has another vocabulary, another chat template, or no tokenizer.
+    """
+    other = load_chat_tokenizer(folder, key)
+    same = {"vocabulary": other.tokenizer.get_vocab() == chat.tokenizer.get_vocab()}
+    if template:
+        same["chat template"] = other.tokenizer.get_chat_template() == chat.tokenizer.get_chat_template()
+    for what, is_same in same.items():
+        if not is_same:
+            raise ConfigError(
+                f"{key} {folder} has another {what} than model.path {chat.path}, so it would read other tokens than "
+                "are meant; take one that was made from a model with the same tokenizer."
+            )
 
 
 def make_trainable(model: MegatronModel, config: RunConfig, optim: OptimConfig | None = None) -> TrainableModel:

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from megarl.config import ConfigError, RunConfig
+from megarl.config import RunConfig
 from megarl.config.model_shape import ModelShape
-from megarl.data.chat import ChatTokenizer, load_chat_tokenizer
+from megarl.data.chat import ChatTokenizer
 from megarl.data.pairs import PairDataset
 from megarl.models.build import MegatronModel, Role
 from megarl.models.scores import scoring_pad_token_id
 from megarl.parallel.groups import Groups
 from megarl.trainers.kept import kept_or_computed, model_checksum
 from megarl.trainers.scoring import score_everywhere
-from megarl.trainers.setup import load_model
+from megarl.trainers.setup import check_same_tokens, load_model
 
 _PAIRS_AT_ONCE = 1024
 """Pairs whose tokens are in memory at a time."""
@@ -41,11 +41,11 @@ def teacher_scores(
         ConfigError: the teacher cannot be loaded, or it reads other tokens than the model.
     """
     folder = Path(str(config.reward_model.teacher))
-    _check_tokenizer(folder, chat)
+    check_same_tokens(folder, "reward_model.teacher", chat)
 
     def compute() -> torch.Tensor:
         return score_pairs(
-            load_model(config, groups, role=Role.REWARD, path=folder),
+            load_model(config, groups, role=Role.REWARD, path=folder, needs_head=True),
             data,
             ModelShape.from_hf(folder),
             max_tokens=config.actor.max_tokens_per_micro_batch,
@@ -68,19 +68,6 @@ def score_pairs(
         scores = score_everywhere(model, sequences, shape, max_tokens=max_tokens, pad_token_id=pad_token_id)
         parts.append(scores.view(-1, 2))
     return torch.cat(parts)
-
-
-def _check_tokenizer(folder: Path, chat: ChatTokenizer) -> None:
-    other = load_chat_tokenizer(folder, "reward_model.teacher")
-    for what, is_same in (
-        ("vocabulary", other.tokenizer.get_vocab() == chat.tokenizer.get_vocab()),
-        ("chat template", other.tokenizer.get_chat_template() == chat.tokenizer.get_chat_template()),
-    ):
-        if not is_same:
-            raise ConfigError(
-                f"reward_model.teacher {folder} has another {what} than model.path {chat.path}: it would score other "
-                "tokens than the model is to learn from; take a teacher with the same tokenizer."
-            )
 
 
 def _checksum(teacher: Path, data: PairDataset) -> str:

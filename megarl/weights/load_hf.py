@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -29,7 +29,14 @@ _LARGEST_LIST = 5
 """How many tensor names an error lists."""
 
 
-def load_hf(model: MegatronModel, folder: str | Path, progress: Progress | None = None, *, head_seed: int = 0) -> None:
+def load_hf(
+    model: MegatronModel,
+    folder: str | Path,
+    progress: Progress | None = None,
+    *,
+    head_seed: int = 0,
+    needs_head: bool = False,
+) -> None:
     """Copies the weights of a Hugging Face folder into `model`, cast to the model's dtype. Collective over the world.
 
     A critic or reward model comes from a language model, a sequence classifier or a token classifier. A scalar head
@@ -39,6 +46,8 @@ def load_hf(model: MegatronModel, folder: str | Path, progress: Progress | None 
     Args:
         progress: is told the bytes of parameters that were filled since the last call.
         head_seed: of the weights of a new reward head.
+        needs_head: refuse a folder without a scalar head, whose scores would be those of a new one: for a model that is
+            to judge and not to learn.
 
     Raises:
         ConfigError: on every rank, if any rank found something wrong; the message is the first such rank's.
@@ -49,7 +58,7 @@ def load_hf(model: MegatronModel, folder: str | Path, progress: Progress | None 
     try:
         reader = SafetensorsReader(folder)
         shards = model_shards(model)
-        _check_tensors(reader, shards)
+        _check_tensors(reader, shards, needs_head)
         for shard in shards:
             _fill(shard, reader, progress)
             _fill_new_head(model, shard, reader, head_seed)
@@ -62,7 +71,13 @@ def load_hf(model: MegatronModel, folder: str | Path, progress: Progress | None 
     raise_together(_unclaimed(model, reader, shards))
 
 
-def _check_tensors(reader: SafetensorsReader, shards: Iterable[Shard]) -> None:
+def _check_tensors(reader: SafetensorsReader, shards: Sequence[Shard], needs_head: bool) -> None:
+    has_place = any(piece.hf_name == _HEAD_WEIGHT for shard in shards for piece in shard.pieces)
+    if needs_head and has_place and _HEAD_WEIGHT not in reader:
+        raise ConfigError(
+            f"{reader.folder} has no {_HEAD_WEIGHT}, so it is no reward model and its scores would be random; give one "
+            "that was trained, such as trainer.kind reward_model exports"
+        )
     pieces = [piece for shard in shards for piece in shard.pieces if _is_required(piece, reader)]
     missing = sorted({piece.hf_name for piece in pieces if piece.hf_name not in reader})
     if missing:

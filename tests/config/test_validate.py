@@ -60,6 +60,11 @@ ONE_MISTAKE = {
         4,
         ["actor.ppo_mini_batch_size: 3 prompts × rollout.n 2 = 6 samples", "2 and 4"],
     ),
+    "expert biases of a dense model": (
+        ["model.moe_router_bias_update_rate=0.001"],
+        1,
+        ["model.moe_router_bias_update_rate is 0.001", "a llama model has no expert bias", "glm4_moe, deepseek_v3"],
+    ),
     "rows do not divide": (["trainer.kind=sft"], 7, ["data.train_batch_size: 24 rows", "21 and 28"]),
     "a sample above the token budget": (
         ["actor.max_tokens_per_micro_batch=1000"],

@@ -12,13 +12,19 @@ from tests.tiny_models import DENSE, MOE, make_hf_model
 
 TOLERANCE = 1e-4
 ALL = (*DENSE, *MOE)
+# Routers and shared experts as other models of a family have them.
+VARIANTS = {
+    "qwen3_moe with a softmax over all experts": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen2_moe with a softmax over the chosen experts": ("qwen2_moe", {"norm_topk_prob": True}),
+    "glm4_moe with two shared experts": ("glm4_moe", {"n_shared_experts": 2}),
+}
 CRITICS, REWARDS = ("qwen2_critic", "llama_critic"), ("qwen3_reward",)
 
 # One torchrun for each list; groups of a layout that is gone keep their gloo threads, so lists are short.
 CASES = {
     1: [
         [
-            {"name": "one", "layout": {}, "models": ALL},
+            {"name": "one", "layout": {}, "models": [*ALL, *VARIANTS]},
             {"name": "one critic", "layout": {}, "models": CRITICS, "role": "critic"},
             {"name": "one reward", "layout": {}, "models": REWARDS, "role": "reward"},
         ]
@@ -58,6 +64,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("parity")
     for name in ALL:
         make_hf_model(name, folder / name)
+    for name, (family, changes) in VARIANTS.items():
+        make_hf_model(family, folder / name, **changes)
     for name in CRITICS:
         make_hf_model(
             name.removesuffix("_critic"),

@@ -357,6 +357,38 @@ def test_a_process_that_fails_says_how_it_ended(tmp_path: Path) -> None:
         run_proofs([(folder, Layout(), "none")])
 
 
+CONFIG = """
+model: {path: model}
+data: {train_files: prompts.parquet, train_batch_size: 8, max_prompt_length: 64, max_response_length: 64}
+algorithm: {adv_estimator: gae}
+actor: {ppo_mini_batch_size: 8, max_tokens_per_micro_batch: 512}
+parallel: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}
+rollout: {engine: sglang, n: 1, tensor_model_parallel_size: 2}
+trainer: {val_before_train: false, test_freq: -1}
+"""
+
+
+def run_plan(folder: Path, *options: str) -> dict[str, Any]:
+    (folder / "run.yaml").write_text(CONFIG)
+    command = [sys.executable, str(ROOT / "launch/plan.py"), "--config", "run.yaml", "--gpus", "8", "--json", *options]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return json.loads(result.stdout)
+
+
+def test_the_command_maps_actor_and_critic_unless_told_not_to(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to(models / "qwen3")
+    plan = run_plan(tmp_path)
+    actor, critic = plan["weight_map"]["models"]
+    assert (actor["models"], critic["models"]) == (["actor"], ["critic"])
+    assert (actor["problems"], critic["problems"]) == ([], [])
+    assert (actor["built"], critic["built"]) == (4, 4)  # the other four are their data-parallel copies
+    # Of the vocabulary there is a score and a bias left.
+    assert actor["elements"] - critic["elements"] == 262 * 64 - 64 - 1
+    assert plan["sync"]["tensors"] == actor["tensors"]
+    assert "weight_map" not in run_plan(tmp_path, "--no-map")
+
+
 def test_the_plan_shows_the_first_problems_and_counts_the_others() -> None:
     broken = WeightMap(models=("actor", "reference"), problems=[f"problem {n}." for n in range(12)])
     shown = sentences([broken])

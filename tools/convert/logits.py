@@ -172,7 +172,7 @@ class _Transformers:
         """
         auto_class = transformers.AutoModelForCausalLM if head is None else transformers.AutoModel
         try:
-            self._model = auto_class.from_pretrained(hf, dtype=torch.float32, local_files_only=True).eval()
+            self._model = _load(auto_class, hf).eval()
         except (ValueError, ImportError, OSError) as error:
             raise ConfigError(f"transformers cannot load {hf} ({_first_line(error)})") from None
         with torch.no_grad():
@@ -193,6 +193,19 @@ class _Transformers:
         if self._head is None:
             return output.logits[0]
         return F.linear(output.last_hidden_state[0], self._head["score.weight"], self._head.get("score.bias"))
+
+
+def _load(auto_class: Any, hf: Path) -> transformers.PreTrainedModel:
+    """The model in float32."""
+    config = transformers.AutoConfig.from_pretrained(hf, local_files_only=True)
+    if not hasattr(config, "quantization_config"):
+        return auto_class.from_pretrained(hf, dtype=torch.float32, local_files_only=True)
+    # transformers would compute with the 8-bit weights, for which it has GPU kernels only: it is given what they mean.
+    del config.quantization_config
+    reader = SafetensorsReader(hf)
+    weights = {name: reader.read(name) for name in reader.names()}
+    model_class = auto_class._model_mapping[type(config)]
+    return model_class.from_pretrained(None, config=config, dtype=torch.float32, state_dict=weights)
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
