@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.launch import torchrun
+from tests.launch import ROOT, torchrun
 from tests.tiny_models import make_scalar_model
 from tests.trainers.plain_ppo import PlainPPO, Row, Settings
 from tests.trainers.rollouts import dumped
@@ -80,7 +82,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = {
         "two steps": [f"trainer.total_training_steps={STEPS}", f"trainer.rollout_data_dir={folder / 'rollouts'}"],
         "on policy": ONE_UPDATE,
-        "warm-up": [*ONE_UPDATE, "trainer.critic_warmup=1"],
+        "warm-up": [
+            *ONE_UPDATE,
+            "trainer.critic_warmup=1",
+            "trainer.total_training_steps=2",
+            "trainer.save_freq=1",
+        ],
     }
     torchrun(1, "tests/trainers/train_in_layouts.py", config, folder, json.dumps(runs))
     return folder
@@ -148,10 +155,20 @@ def test_with_one_update_a_step_the_policy_that_is_trained_is_the_one_before_the
     assert found["actor/grad_norm"] > 0
 
 
-def test_while_the_critic_warms_up_the_actor_stays_as_it_is(folder: Path) -> None:
-    before, after = (load_file(folder / name / "model.safetensors") for name in ("model", "warm-up/hf"))
+def test_while_the_critic_warms_up_the_actor_stays_as_it_is(folder: Path, tmp_path: Path) -> None:
+    """As the checkpoint after the first step has them, at which the actor's optimizer has not made a step yet."""
+    checkpoint = folder / "warm-up" / "checkpoints" / "step-000001"
+    after = converted(checkpoint, tmp_path / "actor")
+    before = load_file(folder / "model" / "model.safetensors")
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    critic, moved = (load_file(folder / name / "model.safetensors") for name in ("critic", "warm-up/critic-hf"))
+    moved = converted(checkpoint / "critic", tmp_path / "critic")
+    critic = load_file(folder / "critic" / "model.safetensors")
     assert all(not torch.equal(moved[name], tensor) for name, tensor in critic.items())
     trained = load_file(folder / "on policy" / "critic-hf" / "model.safetensors")
     assert all(torch.equal(moved[name], tensor) for name, tensor in trained.items())
+
+
+def converted(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
+    command = [sys.executable, "tools/convert/megatron_to_hf.py", "--checkpoint", checkpoint, "--out", folder]
+    subprocess.run(list(map(str, command)), cwd=ROOT, check=True, capture_output=True, timeout=120)
+    return load_file(folder / "model.safetensors")

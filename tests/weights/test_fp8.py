@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megarl.config.errors import ConfigError
 from megarl.weights.safetensors_io import SafetensorsReader
 from tests.tiny_models import make_hf_model
-from tests.tools.converters import convert, same_tensors, succeeded, tensors
+from tests.tools.converters import convert, report, same_tensors, succeeded, tensors
 
 BLOCK = 128
 WIDE = "model.layers.1.mlp.shared_experts.gate_proj.weight"
@@ -120,7 +120,10 @@ def test_the_converter_takes_it_and_gives_back_the_weights_that_it_stands_for(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     fp8, plain = folders
-    succeeded(convert("hf_to_megatron", "--hf", fp8, "--out", tmp_path / "megatron", "--dtype", "float32"))
+    succeeded(convert("hf_to_megatron", "--hf", fp8, "--out", tmp_path / "megatron", "--dtype", "float32", "--verify"))
+    verified = report(tmp_path / "megatron")
+    assert verified["ok"] and verified["logits"]["max_abs_difference"] < 1e-4
+    assert all(name.startswith(f"model.layers.{LAYERS}.") for name in verified["left_out"])
     succeeded(convert("megatron_to_hf", "--checkpoint", tmp_path / "megatron", "--out", tmp_path / "hf"))
     assert same_tensors(tmp_path / "hf", plain)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
