@@ -45,6 +45,43 @@ def squared_ratio(inputs, options):
     loss = -inputs.advantages * (2 * log_ratio).exp() * inputs.mask
     return TokenLoss(loss=loss, sums={"actor/ppo_kl": -log_ratio.detach().sum()})
 """
+BROKEN = """
+import math
+
+import torch
+
+from megarl.algorithms.advantages import Advantages, advantage_estimator
+from megarl.algorithms.policy_loss import policy_loss
+from megarl.algorithms.tokens import TokenLoss
+
+same = lambda values: Advantages(advantages=values, returns=values)
+estimators = {
+    "gives_nothing": lambda inputs: None,
+    "gives_a_tensor": lambda inputs: inputs.rewards,
+    "gives_a_row_less": lambda inputs: same(inputs.rewards[1:]),
+    "gives_nan": lambda inputs: same(torch.full_like(inputs.rewards, math.nan)),
+}
+for name, give in estimators.items():
+    advantage_estimator(name, row_level=True)(lambda inputs, options, give=give: give(inputs))
+losses = {
+    "loss_of_one_number": lambda inputs: TokenLoss(loss=inputs.logprobs.sum()),
+    "loss_without_gradient": lambda inputs: TokenLoss(loss=inputs.advantages.clone()),
+    "loss_with_a_new_metric": lambda inputs: TokenLoss(loss=inputs.logprobs, sums={"mine": inputs.mask.sum()}),
+    "loss_of_no_kind": lambda inputs: inputs.logprobs,
+}
+for name, give in losses.items():
+    policy_loss(name)(lambda inputs, options, give=give: give(inputs))
+"""
+BROKEN_NAMES = {
+    "gives_nothing": ["NoneType", "must return Advantages"],
+    "gives_a_tensor": ["Tensor", "must return Advantages"],
+    "gives_a_row_less": ["shape [15, 1]", "[16, 1]"],
+    "gives_nan": ["NaN or infinite"],
+    "loss_of_one_number": ["shape []", "one for each token"],
+    "loss_without_gradient": ["without a gradient", "inputs.logprobs"],
+    "loss_with_a_new_metric": ["the metric mine", "actor/ppo_kl"],
+    "loss_of_no_kind": ["Tensor", "must return TokenLoss"],
+}
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": sum(map(ord, solution_str)) % 17 / 16.0, "letters": sum(map(str.isalpha, solution_str))}
@@ -84,6 +121,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder / "reward.py").write_text(REWARD)
     (folder / "mine.py").write_text(PLUGIN)
+    (folder / "broken.py").write_text(BROKEN)
     for name, text in FAULTY.items():
         (folder / f"{name}.py").write_text(text)
     runs = {
@@ -103,7 +141,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     with_plugin = {name: [*run, f"algorithm.plugins=[{folder / 'mine.py'}]"] for name, run in runs.items()}
     faulty = {name: [f"algorithm.plugins=['{folder / name}.py']"] for name in FAULTY}
-    (found,) = run_ranks(outcomes, 1, config, folder, with_plugin | faulty)
+    broken = {
+        name: [
+            f"{'actor.policy_loss' if name.startswith('loss') else 'algorithm.adv_estimator'}={name}",
+            f"algorithm.plugins=[{folder / 'broken.py'}]",
+        ]
+        for name in BROKEN_NAMES
+    }
+    (found,) = run_ranks(outcomes, 1, config, folder, with_plugin | faulty | broken)
     assert {name for name, outcome in found.items() if outcome == DONE} == {"built-in", "own", "gdpo", *ASKS}
     (folder / "outcomes.json").write_text(json.dumps(found))
     return folder
@@ -161,3 +206,11 @@ def test_what_cannot_be_run_is_said_in_a_sentence(folder: Path, name: str, words
     for word in words:
         assert word in message
     assert is_one_sentence(message)
+
+
+@pytest.mark.parametrize(("name", "words"), BROKEN_NAMES.items())
+def test_a_result_that_cannot_be_is_named(folder: Path, name: str, words: list[str]) -> None:
+    sentence = json.loads((folder / "outcomes.json").read_text())[name]
+    for word in (name, *words):
+        assert word in sentence
+    assert is_one_sentence(sentence)

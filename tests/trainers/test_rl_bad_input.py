@@ -41,7 +41,14 @@ def found(folder: Path) -> dict[str, str]:
     transformers.AutoModelForTokenClassification.from_config(
         transformers.AutoConfig.from_pretrained(folder / "model", num_labels=3)
     ).save_pretrained(folder / "three labels")
+    other_tokens = make_tiny_chat_model(folder / "other tokens", "llama", auto_class=classifier, num_labels=1)
+    permute_vocabulary(Path(other_tokens))
+    occupied = folder / "a file"
+    occupied.write_text("")
     runs = {
+        "reward model without a head": [f"{REWARD_MODEL}={folder / 'model'}"],
+        "critic with other tokens": [GAE, f"critic.path={folder / 'other tokens'}"],
+        "rollouts that cannot be written": [f"trainer.rollout_data_dir={occupied}"],
         "reward model of two labels": [f"{REWARD_MODEL}={folder / 'two labels'}"],
         "critic of three labels": [GAE, f"critic.path={folder / 'three labels'}"],
         "critic of another vocabulary": [GAE, f"critic.path={folder / 'small vocabulary'}"],
@@ -56,6 +63,9 @@ def found(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("name", "words"),
     {
+        "reward model without a head": ["model", "no score.weight", "random"],
+        "critic with other tokens": ["critic.path", "other tokens", "another vocabulary"],
+        "rollouts that cannot be written": ["trainer.rollout_data_dir", "a file", "cannot be written"],
         "reward model of two labels": ["two labels", "2 labels", "num_labels 1"],
         "critic of three labels": ["three labels", "3 labels", "num_labels 1"],
         "critic of another vocabulary": ["small vocabulary", "model.path", "vocabulary of"],
@@ -73,6 +83,18 @@ def test_a_model_that_does_not_fit_is_named_with_what_is_wrong(
 
 def test_a_critic_need_not_be_of_the_actors_size(found: dict[str, str]) -> None:
     assert found["critic of another size than the actor"] == DONE
+
+
+def permute_vocabulary(folder: Path) -> None:
+    """Gives every token of a byte-level tokenizer another number."""
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    special = {token["content"] for token in content["added_tokens"]}
+    names = [name for name in vocabulary if name not in special]
+    turned = dict(zip(names, [vocabulary[name] for name in names[::-1]], strict=True))
+    content["model"]["vocab"] = vocabulary | turned
+    file.write_text(json.dumps(content))
 
 
 SETTINGS = {
