@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.planning.model_configs import DEEPSEEK_V3, LLAMA_70B, write_model
+from tests.planning.model_configs import DEEPSEEK_V3, LLAMA_70B, QWEN3_30B_A3B, QWEN3_235B_A22B, write_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,6 +52,28 @@ def v3(tmp_path: Path) -> list[str]:
 @pytest.fixture
 def llama(tmp_path: Path) -> list[str]:
     return ["--config", "70b_grpo.yaml", "--gpus", "64", f"model.path={write_model(tmp_path, LLAMA_70B)}"]
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "gpu", "model"),
+    [
+        ("70b_grpo.yaml", 64, "h100", LLAMA_70B),
+        ("70b_ppo.yaml", 128, "h100", LLAMA_70B),
+        ("30b_a3b_grpo.yaml", 16, "h100", QWEN3_30B_A3B),
+        ("235b_a22b_grpo.yaml", 128, "h100", QWEN3_235B_A22B),
+        ("671b_grpo.yaml", 512, "h100", DEEPSEEK_V3),
+        ("671b_ppo.yaml", 512, "h200", DEEPSEEK_V3),
+    ],
+)
+def test_an_example_config_works_on_the_gpus_that_it_names(
+    config: str, gpus: int, gpu: str, model: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path, model)
+    models = [f"{key}={folder}" for key in ("model.path", "critic.path", "reward.model.path")]
+    result = plan("--config", config, "--gpus", str(gpus), "--gpu", gpu, *models)
+    assert result.returncode == 0, result.stdout + result.stderr
+    text = (ROOT / "configs" / config).read_text(encoding="utf-8")
+    assert f"on {gpus} " in text.splitlines()[0] + text.splitlines()[1]
 
 
 def test_neither_torch_nor_transformers_is_imported(v3: list[str]) -> None:
