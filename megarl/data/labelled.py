@@ -54,11 +54,7 @@ class LabelledDataset:
         self._keys = config
         self._masker = TurnMasker(chat)
         self._rows = ParquetRows(files, _columns(config))
-        self._rule = LengthRule(
-            max_tokens=config.max_prompt_length + config.max_response_length,
-            truncation=config.truncation,
-            keys="data.max_prompt_length + data.max_response_length",
-        )
+        self._rule = LengthRule.of_conversations(config)
         self._encoded = EncodedRows()
         labels: list[bool] = []
         self._usable = usable_rows(self._rows, functools.partial(self._count_tokens, labels), self._rule, progress)

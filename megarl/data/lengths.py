@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config.errors import ConfigError
+from megarl.config.schema_inputs import DataConfig
 from megarl.data.parquet import ParquetRows
 
 Progress = Callable[[str], None]
@@ -26,6 +27,15 @@ class LengthRule:
     """`data.truncation`: filter, truncate_left or error."""
     keys: str
     """The config keys that set `max_tokens`, for errors."""
+
+    @classmethod
+    def of_conversations(cls, config: DataConfig) -> LengthRule:
+        """That of rows which hold prompt and response together."""
+        return cls(
+            max_tokens=config.max_prompt_length + config.max_response_length,
+            truncation=config.truncation,
+            keys="data.max_prompt_length + data.max_response_length",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -73,11 +73,7 @@ class PairDataset:
         self._keys = config
         self._masker = TurnMasker(chat)
         self._rows = ParquetRows(files, _columns(config))
-        self._rule = LengthRule(
-            max_tokens=config.max_prompt_length + config.max_response_length,
-            truncation=config.truncation,
-            keys="data.max_prompt_length + data.max_response_length",
-        )
+        self._rule = LengthRule.of_conversations(config)
         self._encoded = EncodedRows()
         lengths: list[tuple[int, int]] = []
         count = functools.partial(self._count_tokens, lengths)

@@ -54,11 +54,7 @@ class SftDataset:
         self._masker = TurnMasker(chat)
         self._has_messages = config.messages_key in read_schema(files[0]).names
         self._rows = ParquetRows(files, _columns(config, has_messages=self._has_messages))
-        self._rule = LengthRule(
-            max_tokens=config.max_prompt_length + config.max_response_length,
-            truncation=config.truncation,
-            keys="data.max_prompt_length + data.max_response_length",
-        )
+        self._rule = LengthRule.of_conversations(config)
         self._encoded = EncodedRows()
         self._usable = usable_rows(self._rows, self._count_tokens, self._rule, progress)
 
