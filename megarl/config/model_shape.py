@@ -144,11 +144,18 @@ def _shape_fields(source: _Source) -> dict[str, Any]:
         "num_dense_layers": num_layers,
         "vocab_size": source.integer("vocab_size"),
         "max_positions": source.integer("max_position_embeddings"),
-        "tied": bool(source.values.get("tie_word_embeddings", False)),
+        "tied": _tied(source),
     }
     if model_type in MOE_MODEL_TYPES:
         fields |= _expert_fields(source, ffn_size)
     return fields
+
+
+def _tied(source: _Source) -> bool:
+    value = source.values.get("tie_word_embeddings")
+    if value not in (None, True, False):
+        raise ConfigError(f"{source.file} has tie_word_embeddings={value!r}, where true or false is needed.")
+    return bool(value)
 
 
 def _head_dim(source: _Source, hidden_size: int, num_heads: int) -> int:
@@ -168,9 +175,15 @@ def _expert_fields(source: _Source, ffn_size: int) -> dict[str, int]:
         "deepseek_v3": lambda: source.integer("n_shared_experts", at_least=0) * moe_ffn_size,
     }.get(source.model_type, lambda: 0)()
     leading_dense = source.model_type in ("glm4_moe", "deepseek_v3")
+    experts, chosen = source.integer(*_EXPERT_COUNT_KEYS), source.integer("num_experts_per_tok")
+    if chosen > experts:
+        raise ConfigError(
+            f"{source.file} has num_experts_per_tok={chosen}, but a layer has only {experts} experts: copy the file "
+            "from the model again."
+        )
     return {
-        "num_experts": source.integer(*_EXPERT_COUNT_KEYS),
-        "experts_per_token": source.integer("num_experts_per_tok"),
+        "num_experts": experts,
+        "experts_per_token": chosen,
         "moe_ffn_size": moe_ffn_size,
         "shared_ffn_size": shared_ffn_size,
         "num_dense_layers": source.integer("first_k_dense_replace", at_least=0) if leading_dense else 0,

@@ -112,10 +112,11 @@ class PairDataset:
     def _without_same(self, everything: UsableRows) -> UsableRows:
         different = everything.lengths != _SAME
         if not different.any():
+            longer = f", and the others are longer than {self._rule.keys} = {self._rule.max_tokens} tokens"
             raise ConfigError(
                 f"{', '.join(self._rows.files)}: no pair is left; in {self._num_same} of {len(self._rows)} rows "
-                f"'{self._keys.chosen_key}' and '{self._keys.rejected_key}' are the same, and the others are longer "
-                f"than {self._rule.keys} = {self._rule.max_tokens} tokens."
+                f"'{self._keys.chosen_key}' and '{self._keys.rejected_key}' are the same"
+                f"{longer if self._num_same < len(self._rows) else ''}."
             )
         return dataclasses.replace(
             everything,

@@ -81,6 +81,8 @@ def test_an_old_llama_without_key_value_heads_has_as_many_as_query_heads(tmp_pat
         (llama(model_type="qwen2", use_sliding_window=True), ["sliding-window"]),
         (llama(model_type="mixtral", num_local_experts=8, sliding_window=4096), ["sliding-window"]),
         (llama(model_type="qwen3_moe", **EXPERTS, num_experts=8, mlp_only_layers=[0]), ["only some layers"]),
+        (llama(model_type="qwen3_moe", **EXPERTS, num_experts=1), ["num_experts_per_tok=2", "only 1 experts"]),
+        (llama(tie_word_embeddings="no"), ["tie_word_embeddings='no'", "true or false"]),
     ],
 )
 def test_what_cannot_be_right_is_one_sentence_with_the_file(config, words, tmp_path):

@@ -137,7 +137,7 @@ def test_a_demonstration_without_response_is_named(tmp_path: Path, chat: ChatTok
 
 
 def test_win_rates_are_those_of_the_file_and_certain_elsewhere(tmp_path: Path) -> None:
-    rows = [{"chosen_win_rate": 0.75, "rejected_win_rate": 0.25}, {"chosen_win_rate": None, "rejected_win_rate": 0.5}]
+    rows = [{"chosen_win_rate": 0.75, "rejected_win_rate": 0.25}, {"chosen_win_rate": 1.0, "rejected_win_rate": 0.5}]
     assert read_win_rates(file_of(tmp_path, rows)).tolist() == [[0.75, 0.25], [1.0, 0.5]]
     assert read_win_rates(file_of(tmp_path, [{"prompt": "a"}, {"prompt": "b"}])).tolist() == [[1.0, 0.0]] * 2
 
@@ -145,4 +145,12 @@ def test_win_rates_are_those_of_the_file_and_certain_elsewhere(tmp_path: Path) -
 @pytest.mark.parametrize("rate", [1.5, -0.1, math.nan])
 def test_a_win_rate_that_is_no_probability_is_named(tmp_path: Path, rate: float) -> None:
     with pytest.raises(ConfigError, match=r"rows.parquet, row 0: column 'chosen_win_rate' is .*, but must be from 0"):
-        read_win_rates(file_of(tmp_path, [{"chosen_win_rate": rate}]))
+        read_win_rates(file_of(tmp_path, [{"chosen_win_rate": rate, "rejected_win_rate": 0.0}]))
+
+
+def test_a_win_rate_that_is_missing_is_not_taken_for_certain(tmp_path: Path) -> None:
+    rows = [{"chosen_win_rate": 0.5, "rejected_win_rate": 0.5}, {"chosen_win_rate": None, "rejected_win_rate": 0.5}]
+    with pytest.raises(ConfigError, match=r"row 1: column 'chosen_win_rate' is null"):
+        read_win_rates(file_of(tmp_path, rows))
+    with pytest.raises(ConfigError, match=r"a column 'chosen_win_rate' but no 'rejected_win_rate'"):
+        read_win_rates(file_of(tmp_path, [{"chosen_win_rate": 0.5}]))
