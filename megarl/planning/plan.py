@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.config import ConfigError, RunConfig, validate
 from megarl.config.layout import Layout
-from megarl.planning.candidates import single_changes
+from megarl.planning.candidates import ENGINE_KEY, single_changes
 from megarl.planning.hardware import GPU
 from megarl.planning.memory import ELEMENT_BYTES, GIB, MemoryPlan, ModelUse, models_of, plan_memory
 from megarl.planning.parameters import model_parameters
@@ -78,7 +78,9 @@ def make_plan(request: Request) -> Plan:
         return Plan(problems=problems or error.problems, notes=notes)
     layout = config.parallel.layout(world_size)
     of_layout = [problem for model in models for problem in layout.problems(model.architecture.shape)]
-    if any(not any(layout_problem in problem for layout_problem in of_layout) for problem in problems):
+    # What a search varies may be wrong in the config; with anything else wrong there is nothing to search.
+    varied = [*of_layout, f"{ENGINE_KEY} is "]
+    if any(not any(part in problem for part in varied) for problem in problems):
         return Plan(problems=problems, notes=notes)
     sections = [model_section(models)]
     if not problems:

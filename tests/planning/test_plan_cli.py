@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.planning.model_configs import DEEPSEEK_V3, LLAMA_70B, QWEN3_30B_A3B, QWEN3_235B_A22B, write_model
+from tests.planning.model_configs import DEEPSEEK_V3, LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B, QWEN3_235B_A22B, write_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -186,3 +186,13 @@ def test_a_search_without_a_result_says_so(llama: list[str]) -> None:
     status, answer = plan_json(*llama, "--gpus", "8", "--gpu-memory", "16", "--search")
     assert status == 1
     assert answer["search"] == {"fitting": 0, "best": []}
+
+
+def test_a_search_varies_an_engine_that_does_not_divide_the_gpus(tmp_path: Path) -> None:
+    """70b_grpo.yaml's engines have 8 ranks, more than there are GPUs."""
+    folder = write_model(tmp_path, LLAMA_8B)
+    result = plan("--config", "70b_grpo.yaml", "--gpus", "4", "--gpu", "h200", "--search", f"model.path={folder}")
+    assert result.returncode == 1
+    assert "rollout.tensor_model_parallel_size is 8, which does not divide the world size 4" in result.stderr
+    assert "no layout fits" not in result.stdout
+    assert "rollout.tensor_model_parallel_size=" in result.stdout
