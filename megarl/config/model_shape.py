@@ -22,6 +22,21 @@ _QWEN3_HEAD_DIM = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttention:
+    """Widths of multi-latent attention (DeepSeek-V2, arXiv:2405.04434)."""
+
+    query_rank: int | None
+    """Width of the queries' latent; None: queries are projected directly."""
+    key_value_rank: int
+    nope: int
+    """Width of a head's part without rotation."""
+    rope: int
+    """Width of a head's part with rotation."""
+    value: int
+    """Width of a value head."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """What a layout and a batch have to agree with. All sizes are of the whole model, not of one rank's shard."""
 
@@ -54,10 +69,39 @@ class ModelShape:
     """Inner width of one routed expert."""
     shared_ffn_size: int = 0
     """Inner width of all shared experts of one layer together."""
+    latent: LatentAttention | None = None
+    """None: ordinary grouped-query attention."""
 
     @property
     def is_moe(self) -> bool:
         return self.num_experts > 0
+
+    @property
+    def query_width(self) -> int:
+        """All query heads of a layer together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_value_width(self) -> int:
+        """All key heads of a layer together; values have as much, except in multi-latent attention."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def attention_output_width(self) -> int:
+        """What attention hands to its output projection."""
+        return self.num_heads * (self.latent.value if self.latent else self.head_dim)
+
+    @property
+    def attention_matrices(self) -> int:
+        """Elements of the matrices that a token is multiplied by in one layer's attention."""
+        output = self.hidden_size * self.attention_output_width
+        if self.latent is None:
+            return self.hidden_size * (self.query_width + 2 * self.key_value_width) + output
+        rank = self.latent.query_rank
+        query = self.hidden_size * self.query_width if rank is None else rank * (self.hidden_size + self.query_width)
+        key_value_up = self.latent.key_value_rank * self.num_heads * (self.latent.nope + self.latent.value)
+        down = self.hidden_size * (self.latent.key_value_rank + self.latent.rope)
+        return query + down + key_value_up + output
 
     @classmethod
     def from_hf(cls, path: str | Path) -> Self:
@@ -148,7 +192,19 @@ def _shape_fields(source: _Source) -> dict[str, Any]:
     }
     if model_type in MOE_MODEL_TYPES:
         fields |= _expert_fields(source, ffn_size)
+    if model_type == "deepseek_v3":
+        fields["latent"] = _latent_attention(source)
     return fields
+
+
+def _latent_attention(source: _Source) -> LatentAttention:
+    return LatentAttention(
+        query_rank=source.integer("q_lora_rank") if source.values.get("q_lora_rank") is not None else None,
+        key_value_rank=source.integer("kv_lora_rank"),
+        nope=source.integer("qk_nope_head_dim"),
+        rope=source.integer("qk_rope_head_dim"),
+        value=source.integer("v_head_dim"),
+    )
 
 
 def _tied(source: _Source) -> bool:

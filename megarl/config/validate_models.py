@@ -24,7 +24,8 @@ def other_model_problems(key: str, path: str | None, layout: Layout, longest: in
         yield from (f"{key}: {problem}" for problem in error.problems)
         return
     of_layout = layout.problems(None)
-    yield from (f"{key}: {problem}" for problem in layout.problems(shape) if problem not in of_layout)
+    shared = " The layout is that of model.path too, so choose another model if that needs it."
+    yield from (f"{key}: {problem}{shared}" for problem in layout.problems(shape) if problem not in of_layout)
     if longest > shape.max_positions:
         yield (
             f"{key}: the model has {shape.max_positions} positions, but data.max_prompt_length + "

@@ -31,21 +31,19 @@ def sequence_flops(length: int, shape: ModelShape) -> int:
 
     Matrix products grow with the length and causal attention with its square (PaLM, arXiv:2204.02311, appendix B,
     with half the square because the mask is causal). Backward costs twice as much whatever the length, so that the
-    proportions, which are all that balancing needs, are the same. The low-rank projections of multi-latent attention
-    are counted as full ones.
+    proportions, which are all that balancing needs, are the same.
     """
-    heads = shape.num_heads * shape.head_dim
-    attention_weights = shape.hidden_size * 2 * (heads + shape.num_kv_heads * shape.head_dim)
     expert_width = shape.experts_per_token * shape.moe_ffn_size + shape.shared_ffn_size
     moe_layers = shape.num_layers - shape.num_dense_layers
     feed_forward_width = shape.num_dense_layers * shape.ffn_size + moe_layers * expert_width
     weights = (
-        shape.num_layers * attention_weights
+        shape.num_layers * shape.attention_matrices
         + 3 * shape.hidden_size * feed_forward_width
         + moe_layers * shape.hidden_size * shape.num_experts
         + shape.hidden_size * shape.vocab_size
     )
-    return 2 * weights * length + 2 * shape.num_layers * heads * length * length
+    scores_and_sum = shape.query_width + shape.attention_output_width
+    return 2 * weights * length + shape.num_layers * scores_and_sum * length * length
 
 
 def partition(costs: Sequence[float], parts: int, *, equal_counts: bool) -> list[list[int]]:

@@ -142,7 +142,7 @@ def _with_recomputation(layers: list[_LayerBytes], recompute: Recompute) -> tupl
 def _layer_bytes(architecture: Architecture, layout: Layout, is_moe: bool, settings: PassSettings) -> _LayerBytes:
     attention, core = (
         _latent_attention_bytes(architecture, layout, settings)
-        if architecture.latent
+        if architecture.shape.latent
         else _attention_bytes(architecture, layout, settings)
     )
     feed_forward = (
@@ -161,13 +161,13 @@ def _layer_bytes(architecture: Architecture, layout: Layout, is_moe: bool, setti
 def _attention_bytes(architecture: Architecture, layout: Layout, settings: PassSettings) -> tuple[float, float]:
     """Grouped-query attention without its norm and input: (all, what selective recomputation does not keep)."""
     element, shape = settings.element_bytes, architecture.shape
-    queries = architecture.query_width / layout.tp
+    queries = architecture.shape.query_width / layout.tp
     if shape.num_kv_heads < layout.tp:
         # Megatron-Core gathers the whole projection and takes one key-value head; the values are a view of it.
         keys = float(shape.head_dim)
-        fused_output = float(element * (architecture.query_width + 2 * architecture.key_value_width))
+        fused_output = float(element * (architecture.shape.query_width + 2 * architecture.shape.key_value_width))
     else:
-        keys = architecture.key_value_width / layout.tp
+        keys = architecture.shape.key_value_width / layout.tp
         fused_output = element * (queries + 2 * keys)  # kept because the values are a part of it
     rotated = element * (queries + keys)
     output = element * queries
@@ -180,7 +180,7 @@ def _attention_bytes(architecture: Architecture, layout: Layout, settings: PassS
 
 def _latent_attention_bytes(architecture: Architecture, layout: Layout, settings: PassSettings) -> tuple[float, float]:
     """Multi-latent attention without its norm and input."""
-    latent, element = architecture.latent, settings.element_bytes
+    latent, element = architecture.shape.latent, settings.element_bytes
     assert latent is not None
     heads = architecture.shape.num_heads / layout.tp
     latents = [latent.key_value_rank, *([latent.query_rank] if latent.query_rank else [])]

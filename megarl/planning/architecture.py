@@ -52,21 +52,6 @@ class Weight:
     """Whether tokens are multiplied by it, which is what costs FLOPs."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LatentAttention:
-    """Widths of multi-latent attention (DeepSeek-V2, arXiv:2405.04434)."""
-
-    query_rank: int | None
-    """Width of the queries' latent; None: queries are projected directly."""
-    key_value_rank: int
-    nope: int
-    """Width of a head's part without rotation."""
-    rope: int
-    """Width of a head's part with rotation."""
-    value: int
-    """Width of a value head."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Architecture:
     """A model's shape, and the details that its weights and activations depend on.
@@ -75,8 +60,6 @@ class Architecture:
     """
 
     shape: ModelShape
-    latent: LatentAttention | None = None
-    """None: ordinary grouped-query attention."""
     qkv_bias: bool = False
     qk_norm: bool = False
     rotary_dim: int = 0
@@ -93,31 +76,14 @@ class Architecture:
         file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
         values: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         family = shape.model_type
-        latent = _latent_attention(values) if family == "deepseek_v3" else None
         rope_parameters = values.get("rope_parameters") or values
         partial = rope_parameters.get("partial_rotary_factor", 0.5 if family == "glm4_moe" else 1.0)
         return cls(
             shape=shape,
-            latent=latent,
             qkv_bias=family in _QKV_BIAS_FAMILIES or (family == "llama" and bool(values.get("attention_bias"))),
             qk_norm=family in _QK_NORM_FAMILIES or (family == "glm4_moe" and bool(values.get("use_qk_norm"))),
-            rotary_dim=latent.rope if latent else int(shape.head_dim * partial),
+            rotary_dim=shape.latent.rope if shape.latent else int(shape.head_dim * partial),
         )
-
-    @property
-    def query_width(self) -> int:
-        """All query heads of a layer together."""
-        return self.shape.num_heads * self.shape.head_dim
-
-    @property
-    def key_value_width(self) -> int:
-        """All key heads of a layer together; values have as much, except in multi-latent attention."""
-        return self.shape.num_kv_heads * self.shape.head_dim
-
-    @property
-    def attention_output_width(self) -> int:
-        """What attention hands to its output projection."""
-        return self.shape.num_heads * (self.latent.value if self.latent else self.shape.head_dim)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer `layer`, counted from 0, is a mixture of experts."""
@@ -131,7 +97,7 @@ class Architecture:
         """The weights of one transformer layer of a kind."""
         hidden = self.shape.hidden_size
         yield Weight("input norm", hidden, Split.WHOLE, is_matrix=False)
-        yield from self._latent_attention_weights() if self.latent else self._attention_weights()
+        yield from self._latent_attention_weights() if self.shape.latent else self._attention_weights()
         yield Weight("norm before feed-forward", hidden, Split.WHOLE, is_matrix=False)
         if is_moe:
             yield from self._expert_weights()
@@ -155,31 +121,32 @@ class Architecture:
 
     def key_value_cache_elements(self) -> int:
         """Elements that an engine caches for one token: keys and values of all layers, or latents and rotated keys."""
-        width = self.latent.key_value_rank + self.latent.rope if self.latent else 2 * self.key_value_width
+        latent = self.shape.latent
+        width = latent.key_value_rank + latent.rope if latent else 2 * self.shape.key_value_width
         return self.shape.num_layers * width
 
     def _attention_weights(self) -> Iterator[Weight]:
-        hidden, rows = self.shape.hidden_size, self.query_width + 2 * self.key_value_width
+        hidden, rows = self.shape.hidden_size, self.shape.query_width + 2 * self.shape.key_value_width
         yield Weight("query-key-value", rows * hidden, Split.TENSOR)
         if self.qkv_bias:
             yield Weight("query-key-value bias", rows, Split.TENSOR, is_matrix=False)
         if self.qk_norm:
             yield Weight("query and key norms", 2 * self.shape.head_dim, Split.WHOLE, is_matrix=False)
-        yield Weight("attention output", hidden * self.query_width, Split.TENSOR)
+        yield Weight("attention output", hidden * self.shape.query_width, Split.TENSOR)
 
     def _latent_attention_weights(self) -> Iterator[Weight]:
-        latent, hidden, heads = self.latent, self.shape.hidden_size, self.shape.num_heads
+        latent, hidden, heads = self.shape.latent, self.shape.hidden_size, self.shape.num_heads
         assert latent is not None
         if latent.query_rank is None:
-            yield Weight("query", hidden * self.query_width, Split.TENSOR)
+            yield Weight("query", hidden * self.shape.query_width, Split.TENSOR)
         else:
             yield Weight("query down", hidden * latent.query_rank, Split.WHOLE)
             yield Weight("query latent norm", latent.query_rank, Split.WHOLE, is_matrix=False)
-            yield Weight("query up", latent.query_rank * self.query_width, Split.TENSOR)
+            yield Weight("query up", latent.query_rank * self.shape.query_width, Split.TENSOR)
         yield Weight("key-value down", hidden * (latent.key_value_rank + latent.rope), Split.WHOLE)
         yield Weight("key-value latent norm", latent.key_value_rank, Split.WHOLE, is_matrix=False)
         yield Weight("key-value up", latent.key_value_rank * heads * (latent.nope + latent.value), Split.TENSOR)
-        yield Weight("attention output", hidden * self.attention_output_width, Split.TENSOR)
+        yield Weight("attention output", hidden * self.shape.attention_output_width, Split.TENSOR)
 
     def _expert_weights(self) -> Iterator[Weight]:
         shape = self.shape
@@ -199,13 +166,3 @@ class Architecture:
     def expert_numel(self) -> int:
         """Weights of one routed expert."""
         return 3 * self.shape.hidden_size * self.shape.moe_ffn_size
-
-
-def _latent_attention(values: Mapping[str, Any]) -> LatentAttention:
-    return LatentAttention(
-        query_rank=values.get("q_lora_rank"),
-        key_value_rank=values["kv_lora_rank"],
-        nope=values["qk_nope_head_dim"],
-        rope=values["qk_rope_head_dim"],
-        value=values["v_head_dim"],
-    )

@@ -25,7 +25,7 @@ def forward_seconds(architecture: Architecture, layout: Layout, gpu: GPU, elemen
     # Attention and a dense feed-forward each gather all tokens and scatter their sum; experts have tokens sent instead.
     gathers = 2 * (2 * layers - moe_layers)
     tensor = gathers * of_rank * hidden * _others(layout.tp) / group_rate(gpu, layout.tp)
-    keys = 2 * architecture.query_width if architecture.latent else 2 * architecture.key_value_width
+    keys = 2 * architecture.shape.query_width if architecture.shape.latent else 2 * architecture.shape.key_value_width
     context = layers * tokens * element_bytes * keys / layout.tp * _others(layout.cp)
     context /= group_rate(gpu, layout.tp * layout.cp)
     own = of_rank / layout.tp

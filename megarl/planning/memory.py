@@ -281,7 +281,7 @@ def _resident(config: RunConfig, layout: Layout, stage: int, models: list[ModelU
 def _kv_room(config: RunConfig, actor: Architecture, limit: float, resident: list[Bytes]) -> KVRoom:
     size, element = config.rollout.tensor_model_parallel_size, ELEMENT_BYTES[config.model.dtype]
     # A latent belongs to all heads, so every rank of an engine has it whole; with fewer heads than ranks each has one.
-    share = 1.0 if actor.latent else 1 / min(size, actor.shape.num_kv_heads)
+    share = 1.0 if actor.shape.latent else 1 / min(size, actor.shape.num_kv_heads)
     longest = config.data.max_prompt_length + config.data.max_response_length
     sequence = longest * actor.key_value_cache_elements() * element * share
     wanted = sequence * config.rollout.max_num_seqs

@@ -108,7 +108,7 @@ def forward_flops(architecture: Architecture, tokens: float, sequence_tokens: fl
     weights = layers_token_weights(architecture)
     if head is Head.LOGITS:
         weights += shape.hidden_size * shape.vocab_size
-    score_and_sum = shape.num_layers * (architecture.query_width + architecture.attention_output_width)
+    score_and_sum = shape.num_layers * (architecture.shape.query_width + architecture.shape.attention_output_width)
     return tokens * (2 * weights + score_and_sum * sequence_tokens)
 
 

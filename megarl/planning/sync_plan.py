@@ -125,7 +125,7 @@ def stage_tensors(architecture: Architecture, layout: Layout, stage: int, elemen
 def _as_named(architecture: Architecture, weight: Weight, element_bytes: int) -> Iterator[Tensors]:
     """The tensors that Megatron-Core keeps as one weight, or that the architecture lists as one."""
     if weight.name.startswith("query-key-value"):
-        query, key = architecture.query_width, architecture.key_value_width
+        query, key = architecture.shape.query_width, architecture.shape.key_value_width
         rows = weight.numel // (query + 2 * key) * element_bytes
         yield Tensors(1, query * rows, weight.split)
         yield Tensors(2, key * rows, weight.split)

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from megarl.config import ModelShape
+from megarl.config.model_shape import LatentAttention
 from megarl.parallel.balance import _best_fit_decreasing, pack, partition, sequence_flops
 
 
@@ -230,6 +231,16 @@ def test_flops_of_a_mixture_count_the_experts_a_token_passes_through() -> None:
     router, shared = [(8, 6)], [(8, 7), (8, 7), (7, 8)]
     mixture = router + shared + [(8, 4), (8, 4), (4, 8)] * 2
     assert sequence_flops(7, MIXTURE) == _flops_by_matrix(7, [dense, mixture, mixture])
+
+
+def test_flops_of_latent_attention_count_its_low_rank_products() -> None:
+    latent = LatentAttention(query_rank=3, key_value_rank=2, nope=4, rope=1, value=6)
+    shape = dataclasses.replace(DENSE, latent=latent)
+    projections = [(8, 3), (3, 4 * 5), (8, 2 + 1), (2, 4 * (4 + 6)), (4 * 6, 8)]
+    matrices = [*projections, (8, 16), (8, 16), (16, 8)]
+    scores, weighted_values = 2 * 7 * 7 * (4 * 5) // 2, 2 * 7 * 7 * (4 * 6) // 2
+    layer = sum(2 * 7 * inputs * outputs for inputs, outputs in matrices) + scores + weighted_values
+    assert sequence_flops(7, shape) == 3 * layer + 2 * 7 * 8 * 32
 
 
 def test_balancing_flops_is_not_balancing_tokens() -> None:
