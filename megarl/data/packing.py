@@ -49,6 +49,9 @@ class PackedBatch:
     """Which rows of the batch these sequences are."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
     """Further float32 values [tokens], such as masks, advantages or old log-probs; 0 on padding."""
+    routed_experts: torch.Tensor | None = None
+    """int16 [tokens, mixtures, top-k]: experts that routers are to choose for a token, -1 where they choose themselves.
+    It stays on the CPU until its micro-batch runs."""
 
     @cached_property
     def selected(self) -> torch.Tensor:
@@ -74,14 +77,22 @@ class PackedBatch:
         if cp_size == 1:
             return self
         index = zigzag_positions(self.bounds, cp_size, cp_rank)
-        return self._map(lambda tensor: tensor[index])
+        routed_experts = None if self.routed_experts is None else self.routed_experts[index]
+        return dataclasses.replace(self._map(lambda tensor: tensor[index]), routed_experts=routed_experts)
+
+    def sequence_of_token(self, cp_size: int, cp_rank: int) -> torch.Tensor:
+        """int64 [tokens of this context-parallel rank]: which sequence of the pack each belongs to, those of padding
+        included."""
+        sizes = torch.tensor([stop - start for start, stop in itertools.pairwise(self.bounds)])
+        of_token = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+        return of_token if cp_size == 1 else of_token[zigzag_positions(self.bounds, cp_size, cp_rank)]
 
     def to(self, device: str) -> PackedBatch:
         """This batch with its per-token tensors on `device`."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedBatch:
-        """Applies `change` to every per-token tensor. `cu_seqlens` stays: the bounds of the whole pack."""
+        """Applies `change` to what every pass reads of a token. `cu_seqlens` stays: the bounds of the whole pack."""
         return dataclasses.replace(
             self,
             input_ids=change(self.input_ids),
@@ -119,6 +130,7 @@ def pack_sequences(
     first_targets: Sequence[int] | None = None,
     columns: dict[str, Sequence[torch.Tensor]] | None = None,
     num_tokens: int | None = None,
+    routed_experts: Sequence[torch.Tensor] | None = None,
 ) -> PackedBatch:
     """Lays sequences end to end.
 
@@ -130,6 +142,7 @@ def pack_sequences(
             prompt tokens; 1 if not given.
         columns: float32 values [length] of each sequence, packed along.
         num_tokens: the length to pad to (a multiple of `pack_multiple`); the least that fits if not given.
+        routed_experts: int16 [length, mixtures, top-k] of each sequence (`PackedBatch.routed_experts`).
 
     Raises:
         ValueError: a sequence without tokens, or sequences that do not fit into `num_tokens`.
@@ -150,6 +163,7 @@ def pack_sequences(
     positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(bounds)])
     is_padding = torch.ones(total, dtype=torch.bool)
     packed = {name: torch.zeros(total) for name in columns or ()}
+    experts = routed_experts[0].new_full((total, *routed_experts[0].shape[1:]), -1) if routed_experts else None
     for index, (start, sequence, length) in enumerate(zip(bounds, sequences, lengths, strict=False)):
         input_ids[start : start + length] = sequence
         is_padding[start : start + length] = False
@@ -157,6 +171,8 @@ def pack_sequences(
         targets[start + first - 1 : start + length - 1] = sequence[first:]
         for name, column in packed.items():
             column[start : start + length] = columns[name][index]  # type: ignore[index]
+        if experts is not None:
+            experts[start : start + length] = routed_experts[index]  # type: ignore[index]
     return PackedBatch(
         input_ids=input_ids,
         targets=targets,
@@ -166,6 +182,7 @@ def pack_sequences(
         lengths=tuple(lengths),
         rows=tuple(range(len(lengths)) if rows is None else rows),
         columns=packed,
+        routed_experts=experts,
     )
 
 

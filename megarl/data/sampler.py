@@ -39,6 +39,7 @@ class PromptSampler:
         self.shuffle = shuffle
         self.seed = seed
         self._drawn = 0
+        self._reordered: list[tuple[int, int]] = []
         self._order: tuple[int, np.ndarray] | None = None
 
     @property
@@ -60,9 +61,24 @@ class PromptSampler:
             self._drawn += len(rows)
         return batch
 
+    def reorder(self, number: int) -> None:
+        """From here on, rows come in another order; those of this epoch that were drawn are not drawn again in it.
+
+        Args:
+            number: each gives its own order.
+        """
+        self._reordered.append((self._drawn, number))
+        self._order = None
+
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands. Counted in rows, so that a run may resume with another batch size."""
-        return {"drawn": self._drawn, "num_rows": self.num_rows, "shuffle": self.shuffle, "seed": self.seed}
+        return {
+            "drawn": self._drawn,
+            "num_rows": self.num_rows,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "reordered": [list(each) for each in self._reordered],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on exactly where `state_dict` was taken.
@@ -85,11 +101,18 @@ class PromptSampler:
                     "start a new run."
                 )
         self._drawn = state["drawn"]
+        self._reordered = [(drawn, number) for drawn, number in state.get("reordered", [])]
+        self._order = None
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """All row numbers in the order of an epoch, int64 [num_rows]."""
         if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, epoch_order(self.num_rows, epoch, shuffle=self.shuffle, seed=self.seed))
+            order = epoch_order(self.num_rows, epoch, shuffle=self.shuffle, seed=self.seed)
+            for drawn, number in self._reordered:
+                # Of an earlier epoch: all rows of this one come anew.
+                start = max(drawn - epoch * self.num_rows, 0)
+                order[start:] = order[start:][_permutation(self.seed, epoch, number, size=len(order[start:]))]
+            self._order = (epoch, order)
         return self._order[1]
 
 
@@ -101,5 +124,9 @@ def epoch_order(num_rows: int, epoch: int, *, shuffle: bool, seed: int) -> np.nd
     """
     if not shuffle:
         return np.arange(num_rows)
-    sequence = np.random.SeedSequence([seed % _SEED_RANGE, epoch])
-    return np.random.RandomState(np.random.MT19937(sequence)).permutation(num_rows)
+    return _permutation(seed, epoch, size=num_rows)
+
+
+def _permutation(seed: int, *numbers: int, size: int) -> np.ndarray:
+    sequence = np.random.SeedSequence([seed % _SEED_RANGE, *numbers])
+    return np.random.RandomState(np.random.MT19937(sequence)).permutation(size)

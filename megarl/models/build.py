@@ -18,6 +18,7 @@ from megarl.models.backends import layer_backend, resolve_backend
 from megarl.models.bridge import make_bridge, rope_frequencies
 from megarl.models.heads import LogitSelector, ScalarHead
 from megarl.models.router import count_real_tokens
+from megarl.models.router_hook import install_router_hooks
 from megarl.parallel.groups import Groups
 
 
@@ -141,6 +142,7 @@ def _build_chunk(bridge: Any, groups: Groups, role: Role, virtual_stage: int | N
             # EP > 1; with EP = 1 and ETP < TP that leaves them silently wrong, so here it is always said.
             parameter.allreduce = False
     count_real_tokens(chunk)
+    install_router_hooks(chunk)
     return chunk
 
 

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.data.packing import PackedBatch
 from megarl.models.build import MegatronModel
 from megarl.models.router import padding_mask
+from megarl.models.router_hook import MicroBatchRouting, RoutedPackedSeqParams
+from megarl.models.router_replay import RouterPass
+from megarl.platform.progress import PROGRESS
 
 OutputFunction = Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, Any]]]
 """What the last stage makes of the model's output.
@@ -34,6 +36,7 @@ def run_pipeline(
     *,
     forward_only: bool,
     chunks: Sequence[torch.nn.Module] | None = None,
+    routers: RouterPass | None = None,
 ) -> list[dict[str, Any]]:
     """Forward, or forward and backward, over `batches`. Collective over the model-parallel group.
 
@@ -42,6 +45,7 @@ def run_pipeline(
             With PP > 1 all have the same number of tokens, on all stages; with VPP > 1 there are a multiple of PP.
         forward_only: compute no gradients; the loss that `output_function` gives is not used.
         chunks: what to call instead of `model.chunks`, such as their data-parallel wrappers.
+        routers: what routers do besides choosing by themselves; None: nothing.
 
     Returns:
         What `output_function` handed back for each micro-batch, on the last stage; an empty list on the others.
@@ -49,15 +53,20 @@ def run_pipeline(
     _check(model, batches)
     chunks = list(model.chunks if chunks is None else chunks)
 
-    def forward_step(iterator: Iterator[PackedBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
-        shard = next(iterator)
+    def forward_step(
+        iterator: Iterator[tuple[int, int, PackedBatch]], chunk: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable]:
+        number, index, shard = next(iterator)
+        PROGRESS.begin_micro_batch(index + 1, len(batches))
         if model.selector is not None:
             model.selector.positions = shard.selected
         output = chunk(
             shard.input_ids.unsqueeze(0),
             shard.positions.unsqueeze(0),
             None,
-            packed_seq_params=_packed_seq_params(shard),
+            packed_seq_params=_packed_seq_params(
+                shard, None if routers is None else routers.routing(number, index, shard)
+            ),
             padding_mask=padding_mask(model.groups, chunk, shard),
         )
 
@@ -68,7 +77,7 @@ def run_pipeline(
 
         return output, loss_function
 
-    iterators = [iter(batches) for _ in chunks]
+    iterators = [iter([(number, index, batch) for index, batch in enumerate(batches)]) for number in range(len(chunks))]
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
@@ -91,12 +100,12 @@ def _check(model: MegatronModel, batches: Sequence[PackedBatch]) -> None:
         raise ValueError(f"with virtual pipeline stages the {len(batches)} micro-batches must divide by PP {layout.pp}")
 
 
-def _packed_seq_params(shard: PackedBatch) -> PackedSeqParams:
+def _packed_seq_params(shard: PackedBatch, routing: MicroBatchRouting | None) -> RoutedPackedSeqParams:
     bounds, cu_seqlens = shard.bounds, shard.cu_seqlens.to(shard.input_ids.device)
     # The longest sequence itself, never a rounded number: a value equal to the whole pack's length makes
     # Megatron-Core's rotary embedding count positions through the pack instead of within each sequence.
     longest = max(stop - start for start, stop in itertools.pairwise(bounds))
-    return PackedSeqParams(
+    return RoutedPackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
@@ -104,4 +113,5 @@ def _packed_seq_params(shard: PackedBatch) -> PackedSeqParams:
         cu_seqlens_kv_padded=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        routing=routing,
     )

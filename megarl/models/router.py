@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from megarl.parallel.groups import Groups
 
 def expert_biases(chunks: list[Any]) -> list[torch.Tensor]:
     """float32 [experts] of each router that has a bias for balance (arXiv:2408.15664), on this rank."""
-    return [router.expert_bias for router in _routers(chunks) if router.expert_bias is not None]
+    return [router.expert_bias for router in routers(chunks) if router.expert_bias is not None]
 
 
 def count_real_tokens(chunk: torch.nn.Module) -> None:
@@ -23,7 +23,7 @@ def count_real_tokens(chunk: torch.nn.Module) -> None:
     Megatron-Core combines a mask of [tokens] with a map of [tokens, experts] (`moe/router.py`, `_apply_expert_bias`),
     which raises, or where both sizes are equal masks experts instead of tokens.
     """
-    for router in _routers([chunk]):
+    for router in routers([chunk]):
         router._apply_expert_bias = _CountOfRealTokens(router._apply_expert_bias)
 
 
@@ -44,12 +44,19 @@ def padding_mask(groups: Groups, chunk: Any, shard: PackedBatch) -> torch.Tensor
     inner = getattr(chunk, "module", chunk)  # of the data-parallel wrapper
     if inner.config.num_moe_experts is None:
         return None
-    mask = shard.is_padding.unsqueeze(0)
-    if groups.layout.sequence_parallel and not inner.pre_process:
-        mask = mask.chunk(groups.tp.size(), 1)[groups.tp.rank()].contiguous()
-    return mask
+    mask = shard.is_padding if inner.pre_process else tokens_of_routers(groups, shard.is_padding)
+    return mask.unsqueeze(0)
 
 
-def _routers(chunks: list[Any]) -> Iterator[Any]:
+def tokens_of_routers(groups: Groups, tokens: torch.Tensor) -> torch.Tensor:
+    """[tokens of this context-parallel rank, …] → [tokens of this rank's routers, …]: those that sequence parallelism
+    leaves it."""
+    if not groups.layout.sequence_parallel:
+        return tokens
+    return tokens.chunk(groups.tp.size())[groups.tp.rank()]
+
+
+def routers(chunks: Sequence[Any]) -> Iterator[Any]:
+    """Megatron-Core's routers of these chunks, in the order of layers."""
     for chunk in chunks:
         yield from (module for module in chunk.modules() if isinstance(module, TopKRouter))

@@ -32,6 +32,8 @@ class Running:
     """Its place in the cache; -1 while it waits."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    routed_experts: list[numpy.ndarray] = field(default_factory=list)
+    """int16 [tokens, mixtures, top-k] parts of the tokens so far, the newest left out; empty where not recorded."""
 
     @property
     def position(self) -> int:
@@ -56,7 +58,15 @@ class Running:
             logprobs=self.logprobs,
             finish_reason=reason,
             weight_version=weight_version,
+            routed_experts=self._all_routed_experts(),
         )
+
+    def _all_routed_experts(self) -> numpy.ndarray | None:
+        """Of prompt and response. The newest token was sampled and not computed: -1."""
+        if not self.routed_experts:
+            return None
+        newest = numpy.full((1, *self.routed_experts[0].shape[1:]), -1, dtype=numpy.int16)
+        return numpy.concatenate([*self.routed_experts, newest])
 
 
 class Waiting:

@@ -17,6 +17,7 @@ from transformers.initialization import no_init_weights
 
 from megarl.rollout.kv_cache import PrefillCache, Prefix, SlotCache
 from megarl.rollout.packed_linear import can_pack, pack_linears
+from megarl.rollout.router_recorder import RouterRecorder
 
 _ATTENTION = "megarl_rollout"
 
@@ -60,7 +61,15 @@ AttentionInterface.register(_ATTENTION, _attention)
 class Decoder:
     """A causal language model, ready to generate once it has been given weights."""
 
-    def __init__(self, config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device, rows: int) -> None:
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        rows: int,
+        record_experts: bool = False,
+    ) -> None:
         """Builds the model without drawing weights.
 
         Args:
@@ -68,15 +77,22 @@ class Decoder:
                 sequence.
             dtype: of the weights and of all arithmetic but that of log-probs.
             rows: responses of a decoding step, which packed weights are laid out for.
+            record_experts: listen to the routers of a mixture of experts.
         """
         with no_init_weights(), torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_ATTENTION)
         model.tie_weights()  # part of the drawing that was left out
         model.eval().requires_grad_(False)
+        for name, buffer in model.named_buffers():
+            # The trainer keeps it in float32, and so do engines: rounded, it sends tokens to other experts.
+            if name.endswith(".e_score_correction_bias"):
+                buffer.data = buffer.data.float()
         self.model = model
         self.device = device
         self.max_positions: int = config.max_position_embeddings
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.recorder = RouterRecorder(model) if record_experts else None
+        """Has the experts of the last `decode`, where they are recorded; those of a prefill are in its prefixes."""
         self._rows = rows
         self._packed = pack_linears(model) if can_pack(device, dtype) else []
         self._body = model.base_model
@@ -104,7 +120,11 @@ class Decoder:
         hidden = self._run(ids.to(self.device), positions, cache, None)
         last = hidden[torch.arange(len(prompts)), torch.tensor(lengths) - 1]
         logits = self._head(last).float()
-        return [cache.prefix(row, length, logits[row]) for row, length in enumerate(lengths)]
+        experts = None if self.recorder is None else self.recorder.take().reshape(*ids.shape, *self.recorder.shape)
+        return [
+            cache.prefix(row, length, logits[row], None if experts is None else experts[row, :length].copy())
+            for row, length in enumerate(lengths)
+        ]
 
     @torch.inference_mode()
     def decode(self, cache: SlotCache, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:

@@ -61,8 +61,13 @@ class Generation:
                 [response.token_ids[-1] for response in running],
                 [response.position for response in running],
             )
+            if self._decoder.recorder is not None:
+                for response, experts in zip(running, self._decoder.recorder.take(), strict=True):
+                    response.routed_experts.append(experts[None])
             yield from self._advance(running, logits)
         for response in [*self._slots.drain(), *self._waiting.drain()]:
+            if self._decoder.recorder is not None and not response.routed_experts:
+                response.routed_experts.append(self._decoder.recorder.unknown(response.position))
             yield response.finished(FinishReason.ABORT, self._version)
 
     def _fill_slots(self) -> Iterator[Response]:
@@ -77,6 +82,8 @@ class Generation:
             while self._slots.free and (ready := self._waiting.pop()):
                 response, prefix = ready
                 self._slots.start(response, prefix)
+                if prefix.routed_experts is not None:
+                    response.routed_experts.append(prefix.routed_experts)
                 started.append(response)
                 logits.append(prefix.next_logits)
             yield from self._advance(started, torch.stack(logits))

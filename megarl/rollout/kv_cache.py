@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -27,6 +28,8 @@ class Prefix:
     """[layers, heads, tokens, width]"""
     next_logits: Tensor
     """[vocabulary] float32: of the token after the prompt."""
+    routed_experts: numpy.ndarray | None = None
+    """int16 [tokens, mixtures, top-k], where they are recorded."""
 
     @property
     def length(self) -> int:
@@ -48,12 +51,15 @@ class PrefillCache(Cache):
         self.values.append(value_states)
         return key_states, value_states
 
-    def prefix(self, prompt: int, length: int, next_logits: Tensor) -> Prefix:
+    def prefix(
+        self, prompt: int, length: int, next_logits: Tensor, routed_experts: numpy.ndarray | None = None
+    ) -> Prefix:
         """Copies one prompt's share out."""
         return Prefix(
             torch.stack([layer[prompt, :, :length].transpose(1, 2) for layer in self.keys]),
             torch.stack([layer[prompt, :, :length] for layer in self.values]),
             next_logits,
+            routed_experts,
         )
 
 

@@ -15,11 +15,12 @@ from megarl.algorithms.advantages import advantage_estimator
 from megarl.algorithms.filters import ResamplingBuffer, informative, overlong_penalty
 from megarl.config import ConfigError, RunConfig
 from megarl.data.responses import OfflineResponses
-from megarl.data.sample import Prompt, Sample
+from megarl.data.sample import Prompt, Sample, sample_from_json, sample_to_json
 from megarl.parallel.groups import Groups
 from megarl.rewards.outcome import SCORE
 from megarl.trainers.dump import RolloutDump, RolloutReplay
 from megarl.trainers.generation import Generator, Sampling, share_of
+from megarl.trainers.routed_experts import RoutedShape
 
 BASELINE, OVERLONG = "baseline", "overlong"
 """Names of rewards beside `score`: that of ReMax's greedy response, and the penalty for length."""
@@ -48,9 +49,11 @@ class Collector:
         sampling: Sampling,
         draw_prompts: Callable[[], list[Prompt]],
         offline: OfflineResponses | None = None,
+        routed: RoutedShape | None = None,
     ) -> None:
         """Args:
         draw_prompts: the next batch of prompts, the same list on every rank; dynamic sampling asks for more.
+        routed: of the experts that samples have to bring along; None: none.
         """
         self._config = config
         self._groups = groups
@@ -61,6 +64,7 @@ class Collector:
         self._dump = RolloutDump(folder, groups.rank) if folder else None
         self._replay = RolloutReplay(config.rollout.replay_dir) if config.rollout.replay_dir else None
         self._offline = offline
+        self._routed = routed
         self.buffer = _buffer(config)
 
     @property
@@ -72,13 +76,13 @@ class Collector:
         """The buffer of PF-PPO as JSON, the same on every rank."""
         assert self.buffer is not None
         state = self.buffer.state_dict()
-        items = [dataclasses.asdict(sample) for sample in state["items"]]
+        items = [sample_to_json(sample) for sample in state["items"]]
         return {**state, "items": items, "generator": state["generator"].tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state_dict` was taken."""
         assert self.buffer is not None
-        items = [Sample(**{**item, "prompt": Prompt(**item["prompt"])}) for item in state["items"]]
+        items = [sample_from_json(item) for item in state["items"]]
         self.buffer.load_state_dict(
             {**state, "items": items, "generator": torch.tensor(state["generator"], dtype=torch.uint8)}
         )
@@ -98,13 +102,18 @@ class Collector:
             collected = self._informative_groups(step, prompts)
         else:
             collected = Collected(samples=self._batch(step, prompts, 0), groups=len(prompts))
+        if self._routed is not None:
+            source = f"rollout.engine {self._config.rollout.engine}" if self.generates else "rollout.replay_dir"
+            self._routed.check(collected.samples, source)
         if self._dump is not None:
             self._dump.write(step, collected.samples)
         return collected if self.buffer is None else self._resampled(collected, self.buffer)
 
     def _batch(self, step: int, prompts: Sequence[Prompt], first_group: int) -> list[Sample]:
         """This rank's share of the samples of a batch of prompts, scored; groups count from `first_group`."""
-        share = share_of(len(prompts), self._groups.layout.world_size, self._groups.rank)
+        engine = self._generator.engine if self.generates else None
+        engine_size = 1 if engine is None else engine.size
+        share = share_of(len(prompts), self._groups.layout.world_size, self._groups.rank, engine_size)
         if self._replay is not None:
             return self._replay.read(step, share)
         mine = [(first_group + place, prompts[place]) for place in share]

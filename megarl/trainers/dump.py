@@ -6,13 +6,12 @@ ranks wrote when they are read.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Collection
 from pathlib import Path
 
 from megarl.config.errors import ConfigError
-from megarl.data.sample import Prompt, Sample
+from megarl.data.sample import Sample, sample_from_json, sample_to_json
 
 _RANK_FILES = "rank-*.jsonl"
 
@@ -37,7 +36,7 @@ class RolloutDump:
             folder.mkdir(parents=True, exist_ok=True)
             with unfinished.open("w", encoding="utf-8") as file:
                 for sample in samples:
-                    file.write(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n")
+                    file.write(json.dumps(sample_to_json(sample), ensure_ascii=False) + "\n")
             unfinished.replace(path)
         except OSError as error:
             raise ConfigError(f"trainer.rollout_data_dir: {path} cannot be written: {error.strerror}.") from None
@@ -99,9 +98,8 @@ def _step_folder(folder: Path, step: int) -> Path:
 
 def _parse(path: Path, number: int, line: str) -> Sample:
     try:
-        fields = json.loads(line)
-        return Sample(**{**fields, "prompt": Prompt(**fields["prompt"])})
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        return sample_from_json(json.loads(line))
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path}, line {number} is not a sample ({error}); take the dump from the run again."
         ) from None

@@ -6,7 +6,7 @@ rank, which is a few bytes a sample; from them each rank computes the same assig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -18,6 +18,7 @@ from megarl.config import ModelShape
 from megarl.data.sample import Sample
 from megarl.parallel.balance import partition, sequence_flops
 from megarl.parallel.groups import Groups
+from megarl.trainers.routed_experts import RoutedShape
 
 _COLUMNS = 9
 """Numbers of a sample that every run has."""
@@ -71,6 +72,8 @@ class TrainingSample:
     """float32 [response]"""
     rollout_logprobs: torch.Tensor
     """float32 [response]"""
+    routed_experts: torch.Tensor | None = None
+    """int16 [prompt + response, mixtures, top-k], where they are wanted"""
 
 
 def share_numbers(
@@ -149,13 +152,18 @@ def assign(table: SampleTable, places: Sequence[int], data_parallel_size: int, s
 
 
 def move(
-    samples: Sequence[Sample], table: SampleTable, assignment: Sequence[Sequence[int]], groups: Groups
+    samples: Sequence[Sample],
+    table: SampleTable,
+    assignment: Sequence[Sequence[int]],
+    groups: Groups,
+    routed: RoutedShape | None = None,
 ) -> dict[int, TrainingSample]:
     """Brings every sample to all ranks of the data-parallel rank it is assigned to. Collective over the world.
 
     Args:
         samples: those that this rank generated.
         assignment: the places that each data-parallel rank trains on, over all mini-batches.
+        routed: of the experts that come along; None: none do.
 
     Returns:
         This rank's samples by place.
@@ -176,6 +184,7 @@ def move(
         [torch.tensor([v for p in places for v in mine[p].rollout_logprobs], dtype=torch.float32) for places in send],
         [int(sum(table.response_length[place] for place in places)) for places in receive],
     )
+    experts = _move_experts(mine, table, send, receive, routed)
     found = {}
     for places, integers, values in zip(receive, tokens, logprobs, strict=True):
         for place in places:
@@ -189,7 +198,39 @@ def move(
                 prompt_length=prompt,
                 response_mask=mask.float(),
                 rollout_logprobs=rollout_logprobs,
+                routed_experts=experts.get(place),
             )
+    return found
+
+
+def _move_experts(
+    mine: Mapping[int, Sample],
+    table: SampleTable,
+    send: Sequence[Sequence[int]],
+    receive: Sequence[Sequence[int]],
+    routed: RoutedShape | None,
+) -> dict[int, torch.Tensor]:
+    """The experts of the samples that come here, by place. Collective over the world, unless `routed` is None."""
+    if routed is None:
+        return {}
+
+    def flat(place: int) -> torch.Tensor:
+        experts = mine[place].routed_experts
+        assert experts is not None  # `RoutedShape.check` has looked
+        return torch.from_numpy(experts.reshape(-1).astype(numpy.int16))
+
+    nothing = torch.empty(0, dtype=torch.int16)
+    # As bytes: NCCL has no 16-bit integers.
+    parts = _all_to_all(
+        [torch.cat([nothing, *map(flat, places)]).view(torch.uint8) for places in send],
+        [int(2 * routed.numbers * sum(table.total_length[place] for place in places)) for places in receive],
+    )
+    found: dict[int, torch.Tensor] = {}
+    for places, part in zip(receive, parts, strict=True):
+        # A part may begin anywhere in what was received, and a view of other width has to begin at a whole number.
+        lengths = [int(table.total_length[place]) for place in places]
+        numbers = part.clone().view(torch.int16).view(sum(lengths), routed.mixtures, routed.topk)
+        found |= dict(zip(places, numbers.split(lengths), strict=True))
     return found
 
 

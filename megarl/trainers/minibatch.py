@@ -6,6 +6,7 @@ at position P − 1 + j. `PackedBatch.targets` has it there, and so have all col
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from megarl.data.packing import (
     padded_length,
     sequence_multiple,
 )
+from megarl.models.router_replay import for_routers
 from megarl.parallel.balance import pack
 from megarl.parallel.groups import Groups
 
@@ -35,6 +37,8 @@ class Row:
     """The index of the first token whose log-prob is wanted: the number of prompt tokens"""
     columns: Mapping[str, torch.Tensor]
     """float32 [length] each, aligned with the predicting position"""
+    routed_experts: torch.Tensor | None = None
+    """int16 [length, this rank's mixtures, top-k]: experts to be replayed; all rows have them, or none"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,12 +78,13 @@ def at_predicting_positions(values: torch.Tensor, prompt_length: int) -> torch.T
 def packed_again(mini_batch: MiniBatch, groups: Groups, *, max_tokens: int) -> MiniBatch:
     """The same sequences, without what passes added, in micro-batches of another size; itself where it is the same.
 
-    Collective over the data-parallel group.
+    For another model, which routes for itself: no experts to be replayed come along. Collective over the data-parallel
+    group.
     """
     if max_tokens == mini_batch.max_tokens:
         return mini_batch
     return make_mini_batch(
-        mini_batch.rows,
+        [dataclasses.replace(row, routed_experts=None) for row in mini_batch.rows],
         mini_batch.column_names,
         groups,
         max_tokens=max_tokens,
@@ -150,12 +155,13 @@ def make_mini_batch(
             first_targets=[rows[i].first_target for i in part],
             columns={name: [rows[i].columns[name] for i in part] for name in column_names},
             num_tokens=size,
+            routed_experts=[e for i in part if (e := rows[i].routed_experts) is not None],
         )
         for part, size in zip(parts, sizes, strict=True)
     ]
     device = platform.current().device
     return MiniBatch(
-        batches=[batch.shard(groups.cp.size(), groups.cp.rank()).to(device) for batch in packs],
+        batches=[for_routers(batch.shard(groups.cp.size(), groups.cp.rank()), groups).to(device) for batch in packs],
         real_tokens=sum(row.token_ids.numel() for row in rows),
         padded_tokens=sum(sizes),
         work=work,

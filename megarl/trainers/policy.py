@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from megarl.data.packing import PackedBatch
 from megarl.models.build import MegatronModel
 from megarl.models.outputs import token_logprobs
 from megarl.models.pipeline import run_pipeline
-from megarl.models.train import StepResult, TrainableModel
-from megarl.parallel.context import zigzag_positions
+from megarl.models.router_replay import RouterPass
+from megarl.models.train import StepResult, TrainableModel, Veto
 from megarl.parallel.groups import Groups
 from megarl.trainers.minibatch import MiniBatch
 
@@ -38,18 +37,26 @@ IMPORTANCE, UNREJECTED, SELECTED = "importance", "unrejected_mask", "selected"
 rejected, and the tokens that a policy loss treats apart."""
 
 
-def add_logprobs(model: MegatronModel, mini_batch: MiniBatch, column: str, temperature: float) -> None:
+def add_logprobs(
+    model: MegatronModel, mini_batch: MiniBatch, column: str, temperature: float, *, replay_mode: str = "disabled"
+) -> None:
     """Adds `model`'s log-prob of each token to the micro-batches, on the last stage. Collective over the model's ranks.
 
     The packs are those of the update, so that with equal weights the update finds a ratio of exactly 1.
+
+    Args:
+        replay_mode: `actor.router_replay.mode`; with R2 the experts that routers choose here join the micro-batches.
     """
+    routers = RouterPass(model, replay=replay_mode == "R3", record=replay_mode == "R2")
 
     def hand_back(logits: torch.Tensor, shard: PackedBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         logprobs, _ = token_logprobs(model, logits, shard, temperature=temperature)
         return logprobs.sum(), {column: logprobs}
 
     with torch.no_grad():
-        outputs = run_pipeline(model, mini_batch.batches, hand_back, forward_only=True)
+        outputs = run_pipeline(model, mini_batch.batches, hand_back, forward_only=True, routers=routers)
+    if replay_mode == "R2":
+        mini_batch.batches = routers.recorded(mini_batch.batches)
     mini_batch.add_columns(outputs)
 
 
@@ -65,7 +72,14 @@ def loss_options(config: ActorConfig) -> PolicyLossOptions:
     )
 
 
-def update_policy(actor: TrainableModel, mini_batch: MiniBatch, config: ActorConfig, temperature: float) -> StepResult:
+def update_policy(
+    actor: TrainableModel,
+    mini_batch: MiniBatch,
+    config: ActorConfig,
+    temperature: float,
+    *,
+    veto: Veto | None = None,
+) -> StepResult:
     """One optimizer step on a mini-batch. Collective over the world.
 
     Without a column of old log-probs the step is on-policy: they are the log-probs of this very pass, whose ratio is 1,
@@ -108,7 +122,8 @@ def update_policy(actor: TrainableModel, mini_batch: MiniBatch, config: ActorCon
             sums["actor/kl_loss"] = kl_loss.detach()
         return total, {"tokens": mask.sum(), "sums": sums, OLD: old}
 
-    result = actor.step(mini_batch.batches, loss)
+    # With R2 and a single update nothing was recorded: its own choice is the one that would be replayed.
+    result = actor.step(mini_batch.batches, loss, replay_experts=config.router_replay.mode != "disabled", veto=veto)
     mini_batch.add_columns([{OLD: output[OLD]} for output in result.outputs])
     return result
 
@@ -135,11 +150,7 @@ def _check_loss(policy: Any, logprobs: torch.Tensor, name: str) -> None:
 def _sequences(shard: PackedBatch, groups: Groups) -> Sequences:
     """Which sequence of the pack each of this rank's tokens belongs to. Collective over context-parallel ranks."""
     cp = groups.cp
-    sizes = torch.tensor([stop - start for start, stop in itertools.pairwise(shard.bounds)])
-    of_token = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-    if cp.size() > 1:
-        of_token = of_token[zigzag_positions(shard.bounds, cp.size(), cp.rank())]
-    of_token = of_token.to(shard.input_ids.device)
+    of_token = shard.sequence_of_token(cp.size(), cp.rank()).to(shard.input_ids.device)
 
     def over_context(tensor: torch.Tensor) -> torch.Tensor:
         total = tensor.clone()
@@ -148,5 +159,5 @@ def _sequences(shard: PackedBatch, groups: Groups) -> Sequences:
         return total
 
     mask = shard.columns[MASK]
-    lengths = mask.new_zeros(len(sizes), dtype=torch.int64).index_add_(0, of_token, mask.long())
+    lengths = mask.new_zeros(len(shard.bounds) - 1, dtype=torch.int64).index_add_(0, of_token, mask.long())
     return Sequences(of_token=of_token, lengths=over_context(lengths), sum=over_context)

@@ -1,7 +1,11 @@
 """Program: two optimizer steps of one global batch, in the layouts and for the models given; saves what came out.
 
 Usage: torchrun … train_step.py MODELS_FOLDER RESULTS_FOLDER CASES_JSON
-    ([{"name": …, "layout": {…}, "model_config": {…}, "runs": [[model, distributed optimizer], …]}, …])
+    ([{"name": …, "layout": {…}, "model_config": {…}, "replay": …, "per_micro_batch": …,
+       "runs": [[model, distributed optimizer], …]}, …])
+
+With `replay` the experts of `experts_to_replay` are chosen instead of those of the routers. `per_micro_batch` is how
+many sequences are packed together.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from megarl.data.packing import IGNORED_TARGET, PackedBatch, pack_multiple, pack
 from megarl.models.bridge import read_hf_config
 from megarl.models.build import MegatronModel, build_model, config_overrides
 from megarl.models.outputs import token_logprobs
+from megarl.models.router_losses import RouterLossWeights
+from megarl.models.router_replay import for_routers, mixtures_of_rank
 from megarl.models.train import TrainableModel, optimizer_config
 from megarl.parallel.groups import Groups, build_groups
 from megarl.weights.export_hf import ExportPlan, export_hf, plan_export
@@ -40,21 +46,45 @@ def global_batch(vocab: int) -> list[torch.Tensor]:
     return [torch.randint(0, vocab, (length,), generator=generator) for length in LENGTHS]
 
 
-def micro_batches(sequences: list[torch.Tensor], groups: Groups) -> list[PackedBatch]:
-    """This data-parallel rank's sequences, two to a pack; packs of padding where VPP needs more."""
+def experts_to_replay(length: int, mixtures: int, experts: int, topk: int) -> torch.Tensor:
+    """int16 [length, mixtures, topk] of a sequence: any, and for every third token the router's own."""
+    generator = torch.Generator().manual_seed(length)
+    chosen = torch.rand(length, mixtures, experts, generator=generator).topk(topk).indices.to(torch.int16)
+    chosen[2::3] = -1
+    return chosen
+
+
+def micro_batches(
+    sequences: list[torch.Tensor], groups: Groups, size: int, experts: list[torch.Tensor] | None = None
+) -> list[PackedBatch]:
+    """This data-parallel rank's sequences, `size` to a pack; packs of padding where VPP needs more."""
     layout = groups.layout
     rows = range(groups.dp.rank(), len(sequences), layout.dp)
-    parts = [list(rows[start : start + PER_MICRO_BATCH]) for start in range(0, len(rows), PER_MICRO_BATCH)]
+    parts = [list(rows[start : start + size]) for start in range(0, len(rows), size)]
     if layout.vpp > 1:
         parts += [[]] * (-len(parts) % layout.pp)
-    length = padded_length(max(LENGTHS) * PER_MICRO_BATCH, pack_multiple(layout))
+    length = padded_length(max(LENGTHS) * size, pack_multiple(layout))
     packs = [
-        pack_sequences([sequences[row] for row in group], layout, rows=group, num_tokens=length) for group in parts
+        pack_sequences(
+            [sequences[row] for row in group],
+            layout,
+            rows=group,
+            num_tokens=length,
+            routed_experts=[experts[row] for row in group] if experts else None,
+        )
+        for group in parts
     ]
-    return [pack.shard(groups.cp.size(), groups.cp.rank()) for pack in packs]
+    return [for_routers(pack.shard(groups.cp.size(), groups.cp.rank()), groups) for pack in packs]
 
 
-def run_case(folder: Path, groups: Groups, distributed_optimizer: bool, model_config: ModelConfig) -> dict:
+def run_case(
+    folder: Path,
+    groups: Groups,
+    distributed_optimizer: bool,
+    model_config: ModelConfig,
+    replay: bool,
+    per_micro_batch: int,
+) -> dict:
     overrides = config_overrides(model_config)
     dtype = platform.parse_dtype(model_config.dtype)
     model = build_model(read_hf_config(folder), groups, dtype=dtype, overrides=overrides)
@@ -67,13 +97,15 @@ def run_case(folder: Path, groups: Groups, distributed_optimizer: bool, model_co
             dtype,
             use_distributed_optimizer=distributed_optimizer,
         ),
+        router_losses=RouterLossWeights(aux_loss=model_config.moe_aux_loss_coeff, z_loss=model_config.moe_z_loss_coeff),
     )
     # Not before: the distributed optimizer moves the weights into its own buffers.
     plan = plan_export(model)
     expert_biases = [name for name in plan.tensors if name.endswith("e_score_correction_bias")]
     sequences = global_batch(model.vocab_size)
     total = sum(len(sequence) - 1 for sequence in sequences)
-    batches = micro_batches(sequences, groups)
+    experts = replayed_experts(model, sequences) if replay else None
+    batches = micro_batches(sequences, groups, per_micro_batch, experts)
 
     def negative_mean_logprob(logits: torch.Tensor, shard: PackedBatch) -> tuple[torch.Tensor, dict]:
         logprobs, entropy = token_logprobs(model, logits, shard, entropy=True)
@@ -82,9 +114,10 @@ def run_case(folder: Path, groups: Groups, distributed_optimizer: bool, model_co
         loss = -(logprobs + 0.1 * entropy)[mask].sum() / total
         return loss, {"loss": loss.detach()}
 
-    result: dict = {"losses": [], "grad_norms": [], "expert_biases": []}
+    result: dict = {"losses": [], "grad_norms": [], "expert_biases": [], "routers": []}
     for step in range(STEPS):
-        outputs = trainable.accumulate(batches, negative_mean_logprob)
+        outputs = trainable.accumulate(batches, negative_mean_logprob, replay_experts=replay)
+        result["routers"].append(trainable.router_metrics())
         loss = sum((output["loss"] for output in outputs), torch.zeros(()))
         dist.all_reduce(loss, group=groups.dp_cp)
         dist.broadcast(loss, src=dist.get_world_size() - 1)  # the last rank is on the last stage
@@ -103,6 +136,13 @@ def run_case(folder: Path, groups: Groups, distributed_optimizer: bool, model_co
     changed = [name for name, tensor in after.items() if not torch.equal(tensor, result["weights"][name])]
     result["broken_step"] = {"updated": broken.updated, "changed": changed}
     return result
+
+
+def replayed_experts(model: MegatronModel, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of the mixtures that this rank has."""
+    config, mine = model.config, mixtures_of_rank(model)
+    shape = (config.num_layers, config.num_moe_experts, config.moe_router_topk)
+    return [experts_to_replay(len(sequence), *shape)[:, mine] for sequence in sequences]
 
 
 def gradients(model: MegatronModel, plan: ExportPlan, names: list[str]) -> dict[str, torch.Tensor]:
@@ -126,7 +166,14 @@ def main() -> None:
         groups = build_groups(Layout(world_size=world_size, **case["layout"]))
         for model, distributed in case["runs"]:
             model_config = ModelConfig(**{"dtype": "float32", **case.get("model_config", {})})
-            result = run_case(models_folder / model, groups, distributed, model_config)
+            result = run_case(
+                models_folder / model,
+                groups,
+                distributed,
+                model_config,
+                case.get("replay", False),
+                case.get("per_micro_batch", PER_MICRO_BATCH),
+            )
             if rank == 0:
                 torch.save(result, results_folder / f"{case['name']}-{model}-{distributed}.pt")
     platform.shutdown_distributed()
