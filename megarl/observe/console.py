@@ -101,7 +101,7 @@ class LineConsole:
     def text(self, message: str) -> None:
         print_line(message)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Nothing is held open."""
 
 
@@ -139,7 +139,7 @@ class ProgressConsole:
         # Without soft_wrap rich would break a path in two; with markup it would swallow [words in brackets].
         self._progress.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Leaves the bar as it stands and gives the terminal back."""
         self._progress.stop()
 

@@ -28,7 +28,7 @@ class JsonLines:
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._stream.write(json.dumps({_STEP_KEY: step, **values}, allow_nan=False) + "\n")
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         self._stream.close()
 
 
@@ -50,7 +50,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         self._writer.close()
 
 

@@ -12,15 +12,21 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megarl.config import ConfigError
+from megarl.config import ConfigError, RunConfig
 from megarl.observe import Tracker
 from megarl.observe.console import ProgressConsole
 
 FILES = ["tensorboard", "jsonl"]
 
 
+def _config(logger: list[str], folder: Path) -> RunConfig:
+    config = RunConfig()
+    config.trainer.logger, config.trainer.default_local_dir = logger, str(folder)
+    return config
+
+
 def _log_steps(folder: Path, steps: range, *, loss: float, resume_step: int | None = None) -> None:
-    with Tracker(FILES, folder, True, 10, "a run", resume_step=resume_step) as tracker:
+    with Tracker(_config(FILES, folder), True, 10, "a run", resume_step=resume_step) as tracker:
         for step in steps:
             tracker.log(step, {"actor/pg_loss": loss, "critic/score/mean": step / 10})
 
@@ -49,14 +55,14 @@ def test_tensorboard_reads_every_metric_at_its_step(tmp_path: Path) -> None:
 
 
 def test_a_json_line_is_there_as_soon_as_its_step_is_logged(tmp_path: Path) -> None:
-    tracker = Tracker(["jsonl"], tmp_path / "new" / "folder", True, None, "a run")
+    tracker = Tracker(_config(["jsonl"], tmp_path / "new" / "folder"), True, None, "a run")
     tracker.log(1, {"actor/pg_loss": 0.25})
     assert _json_lines(tmp_path / "new" / "folder" / "metrics.jsonl") == [{"step": 1, "actor/pg_loss": 0.25}]
     tracker.close()
 
 
 def test_what_is_not_finite_stays_valid_json_and_reaches_tensorboard(tmp_path: Path) -> None:
-    with Tracker(FILES, tmp_path, True, None, "a run") as tracker:
+    with Tracker(_config(FILES, tmp_path), True, None, "a run") as tracker:
         tracker.log(1, {"actor/pg_loss": math.nan, "actor/grad_norm": math.inf, "actor/lr": 1e-6})
     assert _json_lines(tmp_path / "metrics.jsonl") == [
         {"step": 1, "actor/pg_loss": None, "actor/grad_norm": None, "actor/lr": 1e-6}
@@ -83,7 +89,7 @@ def test_a_run_resumed_before_its_first_step_keeps_the_evaluation_of_step_0(tmp_
 def test_half_a_line_of_a_killed_run_is_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "actor/lr": 0.1}\n{"step": 2, "actor/l')
-    with Tracker(["jsonl"], tmp_path, True, None, "a run", resume_step=2) as tracker:
+    with Tracker(_config(["jsonl"], tmp_path), True, None, "a run", resume_step=2) as tracker:
         tracker.log(3, {"actor/lr": 0.3})
     assert [line["step"] for line in _json_lines(file)] == [1, 3]
     assert "left out 1 line(s) that are not metrics" in capsys.readouterr().out
@@ -101,7 +107,7 @@ def test_a_new_run_in_a_used_folder_keeps_the_earlier_metrics_apart(
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Tracker(["console", *FILES], tmp_path / "run", False, 10, "a run") as tracker:
+    with Tracker(_config(["console", *FILES], tmp_path / "run"), False, 10, "a run") as tracker:
         tracker.log(1, {"actor/pg_loss": 0.5})
         tracker.text("a message")
     assert not (tmp_path / "run").exists()
@@ -112,12 +118,12 @@ def test_other_ranks_write_and_print_nothing(tmp_path: Path, capsys: pytest.Capt
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path, logger: list[str]) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match=r"metrics cannot be written to trainer\.default_local_dir .*file") as error:
-        Tracker(logger, tmp_path / "file" / "run", True, None, "a run")
+        Tracker(_config(logger, tmp_path / "file" / "run"), True, None, "a run")
     assert len(error.value.problems) == 1
 
 
 def test_without_a_terminal_each_step_is_an_aligned_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Tracker(["console"], tmp_path, True, 100, "a run") as tracker:
+    with Tracker(_config(["console"], tmp_path), True, 100, "a run") as tracker:
         tracker.log(
             9,
             {
@@ -155,7 +161,7 @@ def test_without_a_terminal_each_step_is_an_aligned_line(tmp_path: Path, capsys:
 def test_an_evaluation_is_marked_and_has_a_line_for_each_data_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Tracker(["console"], tmp_path, True, 100, "a run") as tracker:
+    with Tracker(_config(["console"], tmp_path), True, 100, "a run") as tracker:
         tracker.log(
             20,
             {
@@ -178,13 +184,13 @@ def test_an_evaluation_is_marked_and_has_a_line_for_each_data_source(
 def test_metrics_without_any_main_figure_are_printed_as_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Tracker(["console"], tmp_path, True, None, "a run") as tracker:
+    with Tracker(_config(["console"], tmp_path), True, None, "a run") as tracker:
         tracker.log(1, {"my/metric": 0.125})
     assert capsys.readouterr().out.split() == ["step", "1", "my/metric", "0.125"]
 
 
 def test_messages_are_printed_without_the_console_sink_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Tracker([], tmp_path, True, None, "a run") as tracker:
+    with Tracker(_config([], tmp_path), True, None, "a run") as tracker:
         tracker.text("every response was cut off")
         tracker.log(1, {"actor/pg_loss": 0.5})
     assert capsys.readouterr().out == "every response was cut off\n"
@@ -197,7 +203,7 @@ def test_on_a_terminal_a_bar_shows_the_main_figures_and_the_rest_scrolls_above_i
     bar.log(41, {"critic/score/mean": 0.5, "actor/pg_loss": math.nan, "perf/tokens_per_s": 1234.0, "actor/lr": 1e-6})
     bar.log(41, {"val-core/gsm8k/reward/mean@1": 0.25})
     bar.text("saved [/runs/" + "x" * 200 + "]")
-    bar.close()
+    bar.close(failed=False)
     shown = screen.getvalue()
     last_bar = _words(shown.split("GRPO of a model")[-1])
     assert "41/100" in last_bar
@@ -212,6 +218,6 @@ def test_in_a_narrow_terminal_the_count_of_steps_stays_whole() -> None:
     screen = io.StringIO()
     bar = ProgressConsole(1000, "GRPO of SmolLM2-135M", 40, console=Console(file=screen, force_terminal=True, width=80))
     bar.log(412, {"critic/score/mean": 0.5, "actor/pg_loss": 0.25, "perf/tokens_per_s": 1234.0})
-    bar.close()
+    bar.close(failed=False)
     last_bar = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue()).split("GRPO of")[-1]
     assert "412/1000" in last_bar and "score 0.500" in last_bar and "tokens/s" not in last_bar
