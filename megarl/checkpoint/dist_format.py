@@ -1,32 +1,20 @@
-"""A model's weights in Megatron-Core's dist_checkpoint format (`torch_dist`), written and read without extra processes.
-
-Megatron-Core's own save strategy starts a manager process, which imports the entry script again, and forks writers off
-a process that has gloo and OpenMP threads, where it has hung. The same format comes from torch's own writer in this
-process: the strategy below translates with Megatron-Core's functions and leaves the files to torch.
-"""
+"""Reads weights from Megatron-Core's dist_checkpoint format (`torch_dist`), and what writing shares with that."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import pickle
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
@@ -42,25 +30,6 @@ _UNREADABLE = (OSError, EOFError, pickle.UnpicklingError, CheckpointingException
 """What torch and Megatron-Core raise on files that are missing, truncated or of another kind."""
 
 
-def write_tensors(model: MegatronModel, folder: Path, progress: Callable[[int], None] | None = None) -> None:
-    """Writes all parameters into `folder`, an existing empty folder. Collective over the world.
-
-    Args:
-        progress: is told the bytes that this rank wrote since the last call.
-
-    Raises:
-        ConfigError: on every rank; a rank cannot write.
-    """
-    strategy = InProcessSave(progress)
-    try:
-        dist_checkpointing.save(_sharded_tensors(model), str(folder), sharded_strategy=strategy)
-    except CheckpointException as error:
-        rank, (failure, _) = next(iter(error.failures.items()))
-        if not isinstance(failure, OSError):
-            raise
-        raise ConfigError(f"cannot write {folder}: {failure.strerror}{found_by(rank)}") from None
-
-
 def read_tensors(model: MegatronModel, folder: Path) -> None:
     """Fills all parameters from `folder`, cast to their dtype. Collective over the world.
 
@@ -70,7 +39,7 @@ def read_tensors(model: MegatronModel, folder: Path) -> None:
     Raises:
         ConfigError: on every rank; the folder is damaged, or holds another model.
     """
-    sharded = _sharded_tensors(model)
+    sharded = sharded_tensors(model)
     _check_same_model(list(nested_values(sharded)), folder)
     # Reads into the parameters themselves, so the returned dictionary is not needed.
     load_sharded(sharded, folder, validate_access_integrity=False)
@@ -88,19 +57,19 @@ def load_sharded(state: dict[str, Any], folder: Path, *, validate_access_integri
         dist_checkpointing.load_common_state_dict(str(folder))
         dist_checkpointing.load_tensors_metadata(str(folder))
     except (RuntimeError, *_UNREADABLE) as error:
-        problem = _damaged(folder, error)
+        problem = damaged(folder, error)
     raise_together(problem)
     try:
         return dist_checkpointing.load(state, str(folder), validate_access_integrity=validate_access_integrity)
     except CheckpointException as error:
         rank, (failure, _) = next(iter(error.failures.items()))
-        raise ConfigError(_damaged(folder, failure) + found_by(rank)) from None
+        raise ConfigError(damaged(folder, failure) + found_by(rank)) from None
     except _UNREADABLE as error:
-        raise ConfigError(_damaged(folder, error)) from None
+        raise ConfigError(damaged(folder, error)) from None
 
 
-def _sharded_tensors(model: MegatronModel) -> dict[str, Any]:
-    """This rank's parameters and what part of which stored tensor each is."""
+def sharded_tensors(model: MegatronModel) -> dict[str, Any]:
+    """This rank's parameters and what part of which stored tensor each is, as `dist_checkpointing` takes them."""
     state = {
         f"chunk{index}": chunk.sharded_state_dict(metadata={"dp_cp_group": model.groups.dp_cp})
         for index, chunk in enumerate(model.chunks)
@@ -113,41 +82,11 @@ def _sharded_tensors(model: MegatronModel) -> dict[str, Any]:
     return tensors
 
 
-class InProcessSave(SaveShardedStrategy):
-    """Writes the `torch_dist` format with torch's `FileSystemWriter`, one file a rank, synced to the disk."""
+class SystemErrors(FileSystem):
+    """Files of torch's writer, whose errors are the operating system's.
 
-    def __init__(self, progress: Callable[[int], None] | None) -> None:
-        super().__init__("torch_dist", 1)
-        self._progress = progress
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        writer = torch_checkpoint.FileSystemWriter(checkpoint_dir)
-        writer.fs = _FileSystem()
-        planner = _SavePlanner(self._progress)
-        torch_checkpoint.save(mcore_to_pyt_state_dict(by_key), storage_writer=writer, planner=planner)
-
-
-class _SavePlanner(MCoreSavePlanner):
-    """Reports progress as the writer asks for one tensor after another."""
-
-    def __init__(self, progress: Callable[[int], None] | None) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._report = progress
-
-    def resolve_data(self, write_item: Any) -> Any:
-        data = super().resolve_data(write_item)
-        if self._report is not None and isinstance(data, torch.Tensor):
-            self._report(data.nbytes)
-        return data
-
-
-class _FileSystem(FileSystem):
-    """torch.save turns a full disk into an error about positions in a file; this gives back the operating system's."""
+    torch.save turns a full disk into an error about positions in a file.
+    """
 
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
@@ -168,7 +107,7 @@ def _check_same_model(wanted: list[ShardedTensor], folder: Path) -> None:
         stored = {key: tuple(tensor.global_shape) for key, tensor in found.items()}
         problem = next(_differences(wanted, stored, folder), None)
     except _UNREADABLE as error:
-        problem = _damaged(folder, error)
+        problem = damaged(folder, error)
     raise_together(problem)
     raise_together(_left_over(wanted, stored, folder))
 
@@ -200,7 +139,8 @@ def _left_over(wanted: list[ShardedTensor], stored: dict[str, tuple[int, ...]], 
     return f"{folder} holds {_listed(left)}, which the model lacks; it is a checkpoint of another model"
 
 
-def _damaged(folder: Path, error: BaseException) -> str:
+def damaged(folder: Path, error: BaseException) -> str:
+    """A sentence about a dist_checkpoint that torch or Megatron-Core could not read."""
     # The first sentence: torch goes on with guesses, at length.
     reason = " ".join(str(error).split()).split(". ")[0][:200] or type(error).__name__
     return f"{folder} is incomplete or damaged ({reason}); copy or convert the checkpoint again, or use another one"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megarl.checkpoint.target import check_target
 from megarl.config.errors import ConfigError
+from megarl.weights.files import sync
 from megarl.weights.together import SharedOutcome
 
 
@@ -45,9 +46,9 @@ def publish(target: str | Path) -> Iterator[Path]:
         dist.barrier()
         with outcome.attempt(target):
             if dist.get_rank() == 0:
-                _sync_tree(temporary)
+                sync_tree(temporary)
                 temporary.rename(target)
-                _sync(target.parent)
+                sync(target.parent)
         outcome.check()
     except BaseException as error:
         if dist.get_rank() == 0:
@@ -74,16 +75,9 @@ def _make_temporary(target: Path) -> Path:
     return Path(str(path[0]))
 
 
-def _sync_tree(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
+    """Brings a folder with all that is in it to the disk."""
     for parent, _, files in os.walk(folder):
         for name in files:
-            _sync(Path(parent, name))
-        _sync(Path(parent))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync(Path(parent, name))
+        sync(Path(parent))

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,14 +16,16 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 import megarl
-from megarl.checkpoint.dist_format import read_tensors, write_tensors
+from megarl.checkpoint.dist_format import read_tensors
+from megarl.checkpoint.in_process_save import WriteOptions, write_tensors
 from megarl.checkpoint.manifest import HF_FOLDER, WEIGHTS_FOLDER, Manifest, layout_record, read_manifest
 from megarl.checkpoint.publish import publish
 from megarl.config.errors import ConfigError
 from megarl.config.model_shape import ModelShape
 from megarl.models.build import MegatronModel, Role, build_model
 from megarl.parallel.groups import Groups
-from megarl.weights.export_hf import copy_hf_files, plan_export
+from megarl.weights.export_hf import plan_export
+from megarl.weights.save_hf import copy_hf_files
 from megarl.weights.together import SharedOutcome, raise_together
 
 
@@ -36,31 +37,37 @@ def build_to_fill(hf_config: PretrainedConfig, groups: Groups, *, role: Role, dt
     return build_model(hf_config, groups, role=role, dtype=dtype, overrides={"use_cpu_initialization": False})
 
 
-def save_weights(
-    model: MegatronModel,
-    folder: str | Path,
-    source_hf: str | Path,
-    *,
-    progress: Callable[[int], None] | None = None,
-) -> None:
+def save_weights(model: MegatronModel, folder: str | Path, source_hf: str | Path) -> None:
     """Writes a checkpoint, which appears under its name when it is complete. Collective over the world.
 
     Args:
         folder: must not exist; on a file system that all ranks share.
         source_hf: the Hugging Face folder whose config.json and tokenizer go along.
-        progress: is told the bytes that this rank wrote since the last call.
 
     Raises:
         ConfigError: on every rank; the folder exists, or it cannot be written.
     """
     with publish(folder) as temporary:
-        write_weights(model, temporary, source_hf, progress=progress)
+        write_weights(model, temporary, source_hf)
 
 
 def write_weights(
-    model: MegatronModel, folder: Path, source_hf: str | Path, *, progress: Callable[[int], None] | None = None
-) -> None:
-    """Writes a checkpoint into an existing, empty folder that is not published yet. Collective over the world.
+    model: MegatronModel, folder: Path, source_hf: str | Path, options: WriteOptions | None = None
+) -> int:
+    """Writes a checkpoint into an existing folder that is not published yet. Collective over the world.
+
+    Returns:
+        The bytes of weights that this rank wrote.
+
+    Raises:
+        ConfigError: on every rank; it cannot be written, or `options.fill` found something wrong.
+    """
+    describe_weights(model, folder, source_hf)
+    return write_tensors(model, folder / WEIGHTS_FOLDER, options)
+
+
+def describe_weights(model: MegatronModel, folder: Path, source_hf: str | Path) -> None:
+    """Writes all of a checkpoint but the tensors, for which it leaves an empty folder. Collective over the world.
 
     Raises:
         ConfigError: on every rank; it cannot be written.
@@ -74,18 +81,13 @@ def write_weights(
         num_parameters=sum(tensor.num_elements for tensor in tensors),
         layout=layout_record(model.groups.layout),
     )
-    is_writer = dist.get_rank() == 0
     outcome = SharedOutcome()
     with outcome.attempt(folder):
-        if is_writer:
-            (folder / WEIGHTS_FOLDER).mkdir()
-            (folder / HF_FOLDER).mkdir()
+        if dist.get_rank() == 0:
+            (folder / WEIGHTS_FOLDER).mkdir(exist_ok=True)
+            (folder / HF_FOLDER).mkdir(exist_ok=True)
             shutil.copyfile(Path(source_hf) / "config.json", folder / HF_FOLDER / "config.json")
             copy_hf_files(source_hf, folder / HF_FOLDER)
-    outcome.check()
-    write_tensors(model, folder / WEIGHTS_FOLDER, progress)
-    with outcome.attempt(folder):
-        if is_writer:
             manifest.write(folder)
     outcome.check()
 

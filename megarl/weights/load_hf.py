@@ -14,9 +14,10 @@ from megarl import platform
 from megarl.config.errors import ConfigError
 from megarl.models.build import MegatronModel, Role
 from megarl.weights.boxes import box_index
-from megarl.weights.pieces import Piece, Shard, model_shards
+from megarl.weights.geometry import Piece
+from megarl.weights.pieces import Shard, model_shards
 from megarl.weights.safetensors_io import SafetensorsReader
-from megarl.weights.together import file_problem, raise_together
+from megarl.weights.together import SharedOutcome, raise_together
 
 Progress = Callable[[int], None]
 """Is told the bytes of parameters that were filled since the last call."""
@@ -52,23 +53,52 @@ def load_hf(
     Raises:
         ConfigError: on every rank, if any rank found something wrong; the message is the first such rank's.
     """
-    problem: str | None = None
-    reader: SafetensorsReader | None = None
-    shards: list[Shard] = []
-    try:
-        reader = SafetensorsReader(folder)
-        shards = model_shards(model)
-        _check_tensors(reader, shards, needs_head)
-        for shard in shards:
-            _fill(shard, reader, progress)
-            _fill_new_head(model, shard, reader, head_seed)
-    except ConfigError as error:
-        problem = str(error)
-    except OSError as error:
-        problem = file_problem(error, folder)
-    raise_together(problem)
-    assert reader is not None
-    raise_together(_unclaimed(model, reader, shards))
+    source = HfSource(model, folder, head_seed=head_seed, needs_head=needs_head)
+    outcome = SharedOutcome()
+    with outcome.attempt(folder):
+        for shard in source.shards:
+            source.fill(shard)
+            if progress is not None:
+                progress(shard.tensor.nbytes)
+    outcome.check()
+
+
+class HfSource:
+    """A Hugging Face folder that fits a model, to fill its parameters from in any order."""
+
+    def __init__(
+        self, model: MegatronModel, folder: str | Path, *, head_seed: int = 0, needs_head: bool = False
+    ) -> None:
+        """Reads the headers and compares them with the model; `load_hf` says with what result. Collective."""
+        self._model, self._head_seed = model, head_seed
+        self.shards: list[Shard] = []
+        outcome = SharedOutcome()
+        with outcome.attempt(folder):
+            self._reader = SafetensorsReader(folder)
+            self.shards = model_shards(model)
+            _check_tensors(self._reader, self.shards, needs_head)
+        outcome.check()
+        raise_together(_unclaimed(model, self._reader, self.shards))
+        self._unfilled = {shard.tensor.untyped_storage().data_ptr(): shard for shard in self.shards}
+
+    def fill(self, shard: Shard) -> None:
+        """Fills one parameter.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        _fill(shard, self._reader)
+        _fill_new_head(self._model, shard, self._reader, self._head_seed)
+
+    def fill_before_use(self, tensor: torch.Tensor) -> None:
+        """Fills the parameter of this rank that `tensor` is part of, unless this was done.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        shard = self._unfilled.pop(tensor.untyped_storage().data_ptr(), None)
+        if shard is not None:
+            self.fill(shard)
 
 
 def _check_tensors(reader: SafetensorsReader, shards: Sequence[Shard], needs_head: bool) -> None:
@@ -100,7 +130,7 @@ def _is_required(piece: Piece, reader: SafetensorsReader) -> bool:
     return piece.hf_name not in _SCALAR_HEAD or piece.hf_name in reader
 
 
-def _fill(shard: Shard, reader: SafetensorsReader, progress: Progress | None) -> None:
+def _fill(shard: Shard, reader: SafetensorsReader) -> None:
     if shard.padding:
         shard.tensor.zero_()
     for piece in shard.pieces:
@@ -108,8 +138,6 @@ def _fill(shard: Shard, reader: SafetensorsReader, progress: Progress | None) ->
             continue
         source = reader.read(piece.hf_name, piece.hf_box)
         shard.tensor[box_index(piece.local_box)].copy_(source)
-        if progress is not None:
-            progress(piece.numel * shard.tensor.itemsize)
 
 
 def _fill_new_head(model: MegatronModel, shard: Shard, reader: SafetensorsReader, seed: int) -> None:

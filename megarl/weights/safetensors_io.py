@@ -1,16 +1,13 @@
-"""Hugging Face folders of safetensors: reading boxes of tensors, and writing tensors one after another.
+"""Reads boxes of tensors from Hugging Face folders of safetensors.
 
-Reading goes through the safetensors library, which maps files into memory, so only the asked-for box is copied. Writing
-is our own, since the library wants all tensors of a file in memory at once; the format is eight bytes of little-endian
-header length, a JSON header, then the tensors' bytes (https://github.com/huggingface/safetensors#format).
+It goes through the safetensors library, which maps files into memory, so only the asked-for box is copied.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +21,12 @@ from megarl.weights.fp8 import FP8, block_size, dequantize, scale_names
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAX_FILE_BYTES = 5 * 10**9
-"""transformers' own limit for one file."""
 
-_DTYPE_NAMES = {
+_OPEN_FILES = 8
+"""Files that stay mapped. Pages of a mapped file count as this process's memory once they were read, so that a model of
+hundreds of files would count whole. Parameters are filled about in the files' order: few files are enough."""
+
+DTYPE_NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -37,7 +36,7 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()} | {"F8_E4M3": FP8}  # read, never written
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()} | {"F8_E4M3": FP8}  # read, never written
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class SafetensorsReader:
                 8-bit floats without their scales.
         """
         self.folder = Path(folder)
-        self._files: dict[str, Any] = {}
+        self._files: OrderedDict[str, Any] = OrderedDict()
         self._info: dict[str, TensorInfo] = {}
         self._file_of = self._locate()
         for name, file in self._file_of.items():
@@ -103,18 +102,22 @@ class SafetensorsReader:
             for file in sorted(set(weight_map.values())):
                 if not (self.folder / file).exists():
                     raise ConfigError(f"{index_path} names {file}, which is not in {self.folder}; copy the file there")
+            held = {file: frozenset(self._open(file).keys()) for file in sorted(set(weight_map.values()))}
             for name, file in weight_map.items():
-                if name not in self._open(file).keys():  # noqa: SIM118 — a safe_open handle is no mapping
+                if name not in held[file]:
                     raise ConfigError(f"{index_path} says that {file} holds {name}, but it does not")
-            return dict(weight_map)
+            # Ordered by file, so that reading the headers opens each file once.
+            return dict(sorted(weight_map.items(), key=lambda entry: entry[1]))
         files = sorted(path.name for path in self.folder.glob("*.safetensors"))
         if not files:
             hint = " (it has pytorch_model*.bin; save it as safetensors)" if any(self.folder.glob("*.bin")) else ""
             raise ConfigError(f"{self.folder} has no *.safetensors{hint}")
-        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
+        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118 — a safe_open handle is no mapping
 
     def _open(self, file: str) -> Any:
-        if file not in self._files:
+        if file in self._files:
+            self._files.move_to_end(file)
+        else:
             path = self.folder / file
             try:
                 self._files[file] = safe_open(path, framework="pt", device="cpu")
@@ -123,6 +126,8 @@ class SafetensorsReader:
                 raise ConfigError(
                     f"{path} ({size} bytes) is truncated or not safetensors ({error}); copy the file again"
                 ) from None
+            if len(self._files) > _OPEN_FILES:
+                self._files.popitem(last=False)
         return self._files[file]
 
     def names(self) -> list[str]:
@@ -167,102 +172,3 @@ def _tensor_info(file: Any, name: str, path: Path) -> TensorInfo:
     if dtype is None:
         raise ConfigError(f"{path}: tensor {name} has dtype {part.get_dtype()}, which is not supported")
     return TensorInfo(tuple(part.get_shape()), dtype)
-
-
-class SafetensorsWriter:
-    """Writes tensors of known names and sizes one after another, holding none of them."""
-
-    def __init__(self, folder: str | Path, tensors: Mapping[str, TensorInfo], max_file_bytes: int = MAX_FILE_BYTES):
-        """Plans the files.
-
-        Args:
-            folder: an existing folder. The caller makes it appear under its final name when all is written.
-            tensors: what will be written, in that order.
-        """
-        self.folder = Path(folder)
-        self._tensors = dict(tensors)
-        self._files = _plan_files(self._tensors, max_file_bytes)
-        self._pending = list(self._tensors)
-        self._out: Any = None
-
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Appends the next tensor.
-
-        Raises:
-            ValueError: not the next one of the plan, or of another shape or dtype.
-        """
-        if not self._pending or name != self._pending[0]:
-            raise ValueError(f"{name} was written out of turn; next is {self._pending[:1]}")
-        expected = self._tensors[name]
-        if tuple(tensor.shape) != expected.shape or tensor.dtype != expected.dtype:
-            raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, planned as {expected}")
-        file = self._file_starting_with(name)
-        if file is not None:
-            self._close_file()
-            self._out = (self.folder / file).open("wb")
-            self._out.write(_header({n: self._tensors[n] for n in self._files[file]}))
-        # Bytes are taken through a view of the storage: `numpy` knows no bfloat16.
-        self._out.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        self._pending.pop(0)
-
-    def _file_starting_with(self, name: str) -> str | None:
-        return next((file for file, names in self._files.items() if names[0] == name), None)
-
-    def _close_file(self) -> None:
-        if self._out is not None:
-            self._out.close()
-
-    def finish(self) -> None:
-        """Closes the last file and writes the index, if there are several.
-
-        Raises:
-            ValueError: tensors of the plan were not written.
-        """
-        self._close_file()
-        if self._pending:
-            raise ValueError(f"{len(self._pending)} tensors were not written, the first is {self._pending[0]}")
-        if len(self._files) == 1:
-            return
-        total = sum(info.num_bytes for info in self._tensors.values())
-        weight_map = {name: file for file, names in self._files.items() for name in names}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (self.folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _plan_files(tensors: Mapping[str, TensorInfo], max_file_bytes: int) -> dict[str, list[str]]:
-    parts: list[list[str]] = []
-    size = 0
-    for name, info in tensors.items():
-        if not parts or size + info.num_bytes > max_file_bytes:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += info.num_bytes
-    if len(parts) == 1:
-        return {SINGLE_NAME: parts[0]}
-    return {f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors": names for i, names in enumerate(parts)}
-
-
-def _header(tensors: Mapping[str, TensorInfo]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, info in tensors.items():
-        entries[name] = {
-            "dtype": _DTYPE_NAMES[info.dtype],
-            "shape": list(info.shape),
-            "data_offsets": [offset, offset + info.num_bytes],
-        }
-        offset += info.num_bytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors start at a multiple of eight bytes, as the library writes them
-    return len(text).to_bytes(8, "little") + text
-
-
-def write_safetensors(
-    folder: str | Path, tensors: Mapping[str, TensorInfo], stream: Iterable[tuple[str, torch.Tensor]]
-) -> None:
-    """Writes a whole stream of tensors."""
-    writer = SafetensorsWriter(folder, tensors)
-    for name, tensor in stream:
-        writer.write(name, tensor)
-    writer.finish()

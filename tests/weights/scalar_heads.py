@@ -26,8 +26,8 @@ from megarl.data.packing import pack_sequences
 from megarl.models.bridge import read_hf_config
 from megarl.models.build import MegatronModel, Role, build_model
 from megarl.parallel.groups import Groups, build_groups
-from megarl.weights.export_hf import save_hf
 from megarl.weights.load_hf import load_hf
+from megarl.weights.save_hf import save_hf
 from tests.distributed.parity import AUTO_CLASS, whole_output
 
 LENGTHS = (7, 24, 2, 19)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from megarl.weights.checksum import _G, checksum, mismatches, with_checksums
+from megarl.weights.boxes import box_index
+from megarl.weights.checksum import _G, box_checksum, checksum
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 
@@ -70,15 +73,34 @@ def test_a_shorter_tensor_of_the_same_beginning_is_another() -> None:
     assert checksum(torch.zeros(4)) != checksum(torch.zeros(5))
 
 
-def test_a_stream_is_cast_as_the_engine_holds_it_and_summed_as_it_passes() -> None:
-    weights = {"a": torch.randn(5, 3), "bias": torch.randn(3)}
-    dtypes = {"a": torch.bfloat16, "bias": torch.float32}
-    sums: dict[str, int] = {}
-    passed = dict(with_checksums(weights.items(), sums, dtypes.__getitem__))
-    assert {name: tensor.dtype for name, tensor in passed.items()} == dtypes
-    assert sums == {name: checksum(tensor.to(dtypes[name])) for name, tensor in weights.items()}
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "dim", "edges"),
+    [
+        ((12, 10), 0, [0, 4, 8, 12]),
+        ((12, 10), 1, [0, 4, 10]),
+        ((12, 10), 1, [0, 3, 4, 9, 10]),  # words of 16-bit elements lie in two boxes
+        ((7, 5), 0, [0, 1, 4, 7]),
+        ((7, 5), 1, [0, 2, 5]),
+        ((9,), 0, [0, 3, 9]),
+        ((3, 140_000), 1, [0, 70_000, 140_000]),  # rows longer than a block
+        ((3, 140_000), 0, [0, 1, 3]),
+        ((500, 300), 1, [0, 100, 300]),  # more rows than one multiplication takes
+    ],
+)
+def test_boxes_add_up_to_the_checksum_of_the_whole(
+    shape: tuple[int, ...], dim: int, edges: list[int], dtype: torch.dtype
+) -> None:
+    whole = torch.randn(shape).to(dtype)
+    total = 0
+    for bounds in itertools.pairwise(edges):
+        box = tuple(bounds if at == dim else (0, length) for at, length in enumerate(shape))
+        total += box_checksum(whole[box_index(box)], box, shape)
+    assert total % 2**64 == checksum(whole)
 
 
-def test_what_differs_or_is_on_one_side_only_is_named() -> None:
-    assert mismatches({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 4, "d": 5}) == ["b", "c", "d"]
-    assert mismatches({"a": 1}, {"a": 1}) == []
+def test_boxes_that_change_places_are_seen() -> None:
+    whole = torch.randn(4, 6)
+    left, right = ((0, 4), (0, 3)), ((0, 4), (3, 6))
+    swapped = box_checksum(whole[:, :3], right, (4, 6)) + box_checksum(whole[:, 3:], left, (4, 6))
+    assert swapped % 2**64 != checksum(whole)

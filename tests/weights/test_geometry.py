@@ -9,7 +9,7 @@ import torch
 from mbridge.core.bridge import Bridge
 
 from megarl.weights.boxes import box_index
-from megarl.weights.pieces import Cut, parameter_pieces, uncovered
+from megarl.weights.geometry import Cut, parameter_pieces, uncovered
 
 QKV = ["q", "k", "v"]
 

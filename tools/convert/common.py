@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import sys
 import time
 import warnings
@@ -31,6 +32,9 @@ _GRACE_S = 20.0
 
 _PLAIN_STEP_S = 5.0
 """How often a log gets a line, in seconds."""
+
+_DEFAULT_SHARD_SIZE = "5GB"
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 _LAYOUT_FLAGS = {
     layout_keys.TP_KEY: ("--tp", "tensor parallel: ranks that share each matrix"),
@@ -62,6 +66,46 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, text in _LAYOUT_FLAGS.values():
         optional = flag in ("--etp", "--first-stage-layers", "--last-stage-layers")
         group.add_argument(flag, type=int, default=None if optional else 1, metavar="N", help=text)
+
+
+def add_shard_size_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-shard-size",
+        type=parse_size,
+        default=_DEFAULT_SHARD_SIZE,
+        metavar="SIZE",
+        help="of tensors in one file, such as 500MB; a killed conversion goes on after the last whole file of each "
+        f"rank (default: {_DEFAULT_SHARD_SIZE}, as in transformers)",
+    )
+
+
+def parse_size(text: str) -> int:
+    """Bytes, of `5GB` and the like, in powers of ten as transformers has them.
+
+    Raises:
+        ArgumentTypeError: it is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB)", text.strip(), re.IGNORECASE)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write a number with KB, MB or GB, such as 5GB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def add_verify_argument(parser: argparse.ArgumentParser, how: str) -> None:
+    """Adds --verify.
+
+    Args:
+        how: the help's words for how tensors are compared.
+    """
+    parser.add_argument(
+        "--verify",
+        nargs="?",
+        choices=["all", "tensors"],
+        const="all",
+        metavar="tensors",
+        help=f"prove the result: {how} bit for bit, and the logits with transformers, for which rank 0 holds the whole "
+        "model in float32; `--verify tensors` leaves the logits out. Writes verify.json into the result",
+    )
 
 
 def layout_of(arguments: argparse.Namespace, hf: Path) -> Layout:

@@ -4,16 +4,29 @@
     torchrun --nproc-per-node 4 tools/convert/hf_to_megatron.py --hf Qwen3-8B --out checkpoint --tp 2 --pp 2
 
 The layout is that of the ranks that convert, no more: use more ranks where one has not the memory for the model.
+A conversion that was killed goes on when the same command is given again.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import COLLECTIVE_TIMEOUT_S, EXIT_NOT_VERIFIED, Parser, add_layout_arguments, layout_of, progress, run, say
+from common import (
+    COLLECTIVE_TIMEOUT_S,
+    EXIT_NOT_VERIFIED,
+    Parser,
+    add_layout_arguments,
+    add_shard_size_argument,
+    add_verify_argument,
+    layout_of,
+    progress,
+    run,
+    say,
+)
 
 from megarl.checkpoint.target import check_target
 
@@ -30,12 +43,16 @@ def main() -> int:
     check_target(arguments.out)
     dtype = weights_dtype(arguments.hf, arguments.dtype)
 
+    from resuming import Summary, identity, say_what_is_there
+
     from megarl import platform
-    from megarl.checkpoint.weights import build_to_fill, load_weights, save_weights
+    from megarl.checkpoint.in_process_save import WriteOptions
+    from megarl.checkpoint.resumable import publish_resumable
+    from megarl.checkpoint.weights import build_to_fill, load_weights, write_weights
     from megarl.models.bridge import read_hf_config
     from megarl.models.build import Role
     from megarl.parallel.groups import build_groups
-    from megarl.weights.load_hf import load_hf
+    from megarl.weights.load_hf import HfSource
 
     platform.init_distributed(COLLECTIVE_TIMEOUT_S)
     groups = build_groups(layout, timeout_s=COLLECTIVE_TIMEOUT_S)
@@ -45,12 +62,30 @@ def main() -> int:
         return build_to_fill(hf_config, groups, role=Role(arguments.role), dtype=dtype)
 
     say(f"{arguments.hf} → {arguments.out}: {hf_config.model_type}, {dtype}, {layout.describe()}")
+    summary = Summary("Hugging Face → Megatron")
     model = build(dtype)
-    with progress("reading", local_bytes(model)) as report:
-        load_hf(model, arguments.hf, report)
-    with progress("writing", local_bytes(model)) as report:
-        save_weights(model, arguments.out, arguments.hf, progress=report)
-    del model  # the check below needs the memory
+    source = HfSource(model, arguments.hf)
+    same = identity(
+        arguments.hf,
+        (file for file in arguments.hf.iterdir() if file.is_file()),
+        dtype=str(dtype),
+        role=arguments.role,
+        **{"--max-shard-size": arguments.max_shard_size},
+        **{f"layout {key}": size for key, size in dataclasses.asdict(layout).items()},
+    )
+    with publish_resumable(arguments.out, same) as unfinished:
+        say_what_is_there(unfinished.journal)
+        with progress("converting", local_bytes(model)) as report:
+            # Each parameter is read just before it is written, and not at all if its file is there already.
+            options = WriteOptions(
+                max_file_bytes=arguments.max_shard_size,
+                journal=unfinished.journal,
+                fill=source.fill_before_use,
+                progress=report,
+            )
+            written = write_weights(model, unfinished.folder, arguments.hf, options)
+    summary.say(written)
+    del model, source  # the check below needs the memory
 
     def reload(dtype: torch.dtype) -> MegatronModel:
         model = build(dtype)
@@ -71,12 +106,8 @@ def parse_arguments() -> argparse.Namespace:
         default="causal_lm",
         help="critic and reward have a scalar head; one that the source lacks is drawn at random (default: causal_lm)",
     )
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="prove the result: load it again, compare every tensor bit for bit and the logits with transformers; "
-        "writes verify.json into the checkpoint",
-    )
+    add_verify_argument(parser, "load it again, compare every tensor")
+    add_shard_size_argument(parser)
     add_layout_arguments(parser)
     return parser.parse_args()
 
@@ -114,7 +145,7 @@ def verify(arguments: argparse.Namespace, dtype: torch.dtype, reload: Callable[[
     model = reload(dtype)
     report = compare_with_source(model, arguments.hf)
     del model
-    logits = compare_logits(reload, arguments.hf, dtype)
+    logits = compare_logits(reload, arguments.hf, dtype) if arguments.verify == "all" else None
     ok = conclude(report, logits, source=arguments.hf, result=arguments.out)
     return 0 if ok else EXIT_NOT_VERIFIED
 

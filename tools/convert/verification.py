@@ -1,6 +1,6 @@
 """The proof of `--verify`: every tensor bit for bit, and the logits beside transformers.
 
-Rank 0 compares, holding one tensor at a time. What it finds goes into `verify.json` beside the result.
+The ranks share the tensors out. What they find goes into `verify.json` beside the result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch.distributed as dist
 from common import is_first_rank, refuse, say
 
 from megarl.models.build import MegatronModel
-from megarl.weights.export_hf import export_hf
+from megarl.weights.exchange import exchange, plan_wanted
+from megarl.weights.export_hf import plan_export
 from megarl.weights.safetensors_io import SafetensorsReader
 from megarl.weights.together import SharedOutcome
 
@@ -93,27 +94,35 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def compare_with_source(model: MegatronModel, hf: Path) -> TensorReport:
-    """Compares what the model gives back with the Hugging Face folder it came from. Collective over the world."""
+    """Compares what the model gives back with the Hugging Face folder it came from. Collective over the world.
+
+    The ranks share the tensors out.
+    """
     report = TensorReport()
     reader = SafetensorsReader(hf)
-    embedding = None
-    seen = set()
-    for name, tensor in export_hf(model, to_rank=0):
-        result = hash_tensor(tensor)
-        seen.add(name)
-        if name not in reader:
+    plan = plan_export(model)
+    names, num_ranks = list(plan.tensors), dist.get_world_size()
+    pairs: dict[str, _Pair] = {}
+    for tensors in exchange(plan, plan_wanted(plan, [names[rank::num_ranks] for rank in range(num_ranks)])):
+        for name, tensor in tensors:
+            source = hash_tensor(reader.read(name), tensor.dtype) if name in reader else None
+            pairs[name] = (source, hash_tensor(tensor))
+    pairs = _gathered(pairs)
+    if not is_first_rank():
+        return report
+    for name in names:
+        source, result = pairs[name]
+        if source is None:
             report.added.append(name)
-            continue
-        report.add(name, hash_tensor(reader.read(name), tensor.dtype), result)
-        if name == "model.embed_tokens.weight":
-            embedding = result
-    for name in reader.names() if is_first_rank() else ():
-        if name in seen:
+        else:
+            report.add(name, source, result)
+    for name in reader.names():
+        if name in plan.tensors:
             continue
         if name == "lm_head.weight" and model.tied:
             # Some folders store the tied output layer too. It is left out, which is right only if it is the same.
             source = hash_tensor(reader.read(name), model.dtype)
-            report.add(name, source, embedding, given_back_as="model.embed_tokens.weight")
+            report.add(name, source, pairs["model.embed_tokens.weight"][1], given_back_as="model.embed_tokens.weight")
         else:
             report.left_out.append(name)
     return report
@@ -122,26 +131,43 @@ def compare_with_source(model: MegatronModel, hf: Path) -> TensorReport:
 def compare_with_result(
     exported: Mapping[str, TensorHash], hf: Path, original: Mapping[str, str] | None
 ) -> TensorReport:
-    """Compares what a model gave with the Hugging Face folder that was written, on rank 0.
+    """Compares what a model gave with the Hugging Face folder that was written. Collective over the world.
 
     Args:
-        exported: the tensors as they were streamed; empty on other ranks.
+        exported: the tensors that this rank was shown as they were streamed.
         original: the hashes of the tensors that the checkpoint was once made from, where they are known; then the
             result has to equal them too.
     """
     report = TensorReport()
+    reader = SafetensorsReader(hf)
+    pairs: dict[str, _Pair] = {
+        name: (source, hash_tensor(reader.read(name)) if name in reader else None) for name, source in exported.items()
+    }
+    pairs = _gathered(pairs)
     if not is_first_rank():
         return report
-    reader = SafetensorsReader(hf)
-    for name, source in exported.items():
-        result = hash_tensor(reader.read(name)) if name in reader else None
+    in_order = [name for name in reader.names() if name in pairs]
+    for name in [*in_order, *(pairs.keys() - set(in_order))]:
+        source, result = pairs[name]
+        assert source is not None
         if original is None or name not in original:
             report.add(name, source, result)
             continue
         report.add(name, source, result, original_sha256=original[name])
         report.tensors[-1]["equal"] &= original[name] == source.sha256
-    report.added = sorted(set(reader.names()) - exported.keys())
+    report.added = sorted(set(reader.names()) - pairs.keys())
     return report
+
+
+_Pair = tuple[TensorHash | None, TensorHash | None]
+"""Of a tensor at the source and in the result; None where it is not."""
+
+
+def _gathered(pairs: dict[str, _Pair]) -> dict[str, _Pair]:
+    """What all ranks found, on rank 0."""
+    found: list[dict[str, _Pair]] = [{} for _ in range(dist.get_world_size())]
+    dist.gather_object(pairs, found if is_first_rank() else None)
+    return {name: pair for of_rank in found for name, pair in of_rank.items()}
 
 
 def original_hashes(checkpoint: Path) -> dict[str, str] | None:
@@ -152,8 +178,11 @@ def original_hashes(checkpoint: Path) -> dict[str, str] | None:
     return {entry["name"]: entry["sha256"] for entry in json.loads(file.read_text())["tensors"]}
 
 
-def conclude(report: TensorReport, logits: dict[str, Any], *, source: Path, result: Path) -> bool:
+def conclude(report: TensorReport, logits: dict[str, Any] | None, *, source: Path, result: Path) -> bool:
     """Writes verify.json into `result` and says what was found. Collective over the world.
+
+    Args:
+        logits: of `compare_logits`; None: they were not to be compared.
 
     Returns:
         Whether everything agrees, on every rank.
@@ -161,7 +190,7 @@ def conclude(report: TensorReport, logits: dict[str, Any], *, source: Path, resu
     outcome = SharedOutcome()
     ok = [False]
     if is_first_rank():
-        ok = [not report.different and logits["max_abs_difference"] <= logits["limit"]]
+        ok = [not report.different and (logits is None or _are_close(logits))]
         content = {
             "source": str(source),
             "result": str(result),
@@ -187,6 +216,10 @@ def conclude(report: TensorReport, logits: dict[str, Any], *, source: Path, resu
     return ok[0]
 
 
+def _are_close(logits: dict[str, Any]) -> bool:
+    return logits["max_abs_difference"] <= logits["limit"]
+
+
 def _write(file: Path, text: str) -> None:
     temporary = file.with_name(f".{file.name}.partial")
     with temporary.open("w", encoding="utf-8") as stream:
@@ -196,18 +229,19 @@ def _write(file: Path, text: str) -> None:
     temporary.rename(file)
 
 
-def _say(report: TensorReport, logits: dict[str, Any], result: Path) -> None:
+def _say(report: TensorReport, logits: dict[str, Any] | None, result: Path) -> None:
     equal = len(report.tensors) - len(report.different)
     cast = f", after the cast {', '.join(report.casts)}" if report.casts else ""
     say(f"tensors: {equal} of {len(report.tensors)} bit for bit equal{cast}")
     for what, names in (("left out", report.left_out), ("added", report.added)):
         if names:
             say(f"{what}: {_listed(names)}")
-    say(f"logits: {logits['max_abs_difference']:.2e} at most from transformers' (limit {logits['limit']:.1e})")
+    if logits is not None:
+        say(f"logits: {logits['max_abs_difference']:.2e} at most from transformers' (limit {logits['limit']:.1e})")
     problems = []
     if report.different:
         problems.append(f"{_listed(report.different)} of {result} differ from their source")
-    if not logits["max_abs_difference"] <= logits["limit"]:
+    if logits is not None and not _are_close(logits):
         problems.append(
             f"the logits of {result} are {logits['max_abs_difference']:.2e} from transformers', more than the limit "
             f"{logits['limit']:.1e}"
