@@ -14,9 +14,8 @@ from megarl.planning.hardware import GPUS
 from megarl.planning.memory import GIB
 from megarl.planning.plan import Plan, Request, make_plan
 from megarl.planning.step_time import Lengths
-from megarl.planning.sync_plan import BUCKET_BYTES
 
-GB, MIB = 10**9, 2**20
+GB = 10**9
 EXIT_CANNOT_WORK = 1
 EXIT_BAD_CONFIG = 2
 
@@ -43,7 +42,6 @@ def main() -> int:
             ),
             searches=arguments.search,
             maps_weights=not arguments.no_map,
-            bucket_bytes=round(arguments.bucket_mib * MIB),
         )
     )
     return show(plan, arguments, EXIT_CANNOT_WORK if plan.problems else 0)
@@ -68,13 +66,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--network-gb", type=positive(float), metavar="GB/S", help="to other nodes, for each GPU (default: of its kind)"
-    )
-    parser.add_argument(
-        "--bucket-mib",
-        type=positive(float),
-        default=BUCKET_BYTES / MIB,
-        metavar="MIB",
-        help="bucket of the weight sync (default: %(default)g)",
     )
     parser.add_argument("--no-map", action="store_true", help="do not build the ranks' modules to prove the weight map")
     parser.add_argument("--search", action="store_true", help="also try other layouts, and show the best that fit")

@@ -53,6 +53,16 @@ class Key:
         """What a value must be, in words."""
         return describe_type(self.annotation)
 
+    @property
+    def entry_class(self) -> type | None:
+        """Where the value is a list of settings, such as guard.rules: the dataclass of one of them."""
+        items = typing.get_args(self.annotation) if typing.get_origin(self.annotation) is list else ()
+        return typing.cast(type, items[0]) if items and is_dataclass(items[0]) else None
+
+    def entry_keys(self, number: int) -> Iterator["Key"]:
+        """The keys of an entry of a list of settings, named after its place in the list."""
+        return config_keys(typing.cast(type, self.entry_class), f"{self.name}[{number}].")
+
 
 def config_keys(config_class: type, prefix: str = "", defaults: Any = None) -> Iterator[Key]:
     """Every key of a config dataclass and of the dataclasses in its fields, in the order they are written in.
@@ -84,19 +94,24 @@ def describe_type(annotation: Any) -> str:
         return " or ".join([*map(describe_type, inner), "null"])
     if typing.get_origin(annotation) is list:
         (item,) = typing.get_args(annotation)
-        return {str: "a list of texts", float: "a list of numbers"}[item]
+        if is_dataclass(item):
+            return f"a list of {{{', '.join(part.name for part in fields(item))}}}"
+        return {str: "a list of texts", float: "a list of numbers", int: "a list of whole numbers"}[item]
+    if typing.get_origin(annotation) is dict:
+        return "settings by name"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[annotation]
 
 
 @functools.cache
 def field_docs(config_class: type) -> dict[str, str]:
-    """The string literal under each field of a dataclass, on one line, by field name.
+    """The string literal under each field of a dataclass, on one line, by field name; those of its bases too.
 
     Python throws these strings away, so they are read from the source.
     """
+    bases = (base for base in config_class.__bases__ if is_dataclass(base))
+    docs = {name: doc for base in bases for name, doc in field_docs(base).items()}
     (definition,) = ast.parse(inspect.getsource(config_class)).body
     assert isinstance(definition, ast.ClassDef)
-    docs: dict[str, str] = {}
     for statement, following in itertools.pairwise(definition.body):
         match statement, following:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):

@@ -1,5 +1,6 @@
 """Where ranks stand: the parallel sizes of a run, checked against its world size and model. Pure Python."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -84,6 +85,16 @@ class Layout:
         """Copies of each expert."""
         return self.world_size // (self.etp * self.ep * self.pp)
 
+    @property
+    def replica_block(self) -> int:
+        """Consecutive ranks of a stage that hold all its weights and share none with the next such block: at least one
+        copy of the dense weights and one of the experts, whichever needs more ranks."""
+        return math.lcm(self.tp, self.etp * self.ep)
+
+    def replica(self, rank: int) -> int:
+        """Number of the replica domain of `rank`: the ranks, one block of each stage, that hold a whole model."""
+        return rank % (self.world_size // self.pp) // self.replica_block
+
     def coordinates(self, rank: int) -> Coordinates:
         """Where `rank` stands, in Megatron-Core's rank order `tp-cp-ep-dp-pp` (`parallel_state.RankGenerator`).
 
@@ -122,6 +133,17 @@ class Layout:
             raise ValueError(f"{left} layers cannot be shared equally by {open_stages} pipeline stages")
         share = left // open_stages if open_stages else 0
         return [share if layers is None else layers for layers in stages]
+
+    def chunk_layers(self, num_layers: int, stage: int) -> list[range]:
+        """Numbers of the layers in each virtual chunk of pipeline stage `stage`, in the order tokens pass through them.
+
+        Megatron-Core deals layers out in rounds (`get_transformer_layer_offset`): virtual stage v of all pipeline
+        stages comes before virtual stage v + 1 of the first.
+        """
+        per_chunk = [layers // self.vpp for layers in self.stage_layers(num_layers)]
+        before, round_size = sum(per_chunk[:stage]), sum(per_chunk)
+        starts = [virtual * round_size + before for virtual in range(self.vpp)]
+        return [range(start, start + per_chunk[stage]) for start in starts]
 
     def problems(self, model: ModelShape | None = None) -> list[str]:
         """Every reason to refuse this layout, one sentence each; empty if there is none.

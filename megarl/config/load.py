@@ -136,8 +136,22 @@ def _apply(config: DictConfig, source: _Source, keys: Mapping[str, Key]) -> Iter
             yield f"{source.name}: '{name}' is a section with keys of its own, and cannot be {value!r}."
         elif name not in keys:
             yield f"{source.name}: unknown key '{name}'; {_suggestion(name, list(keys))}"
+        elif problems := list(_entry_problems(source.name, keys[name], value)):
+            yield from problems
         elif not _assign(config, keys[name], value):
             yield f"{source.name}: '{name}' must be {keys[name].expected}, not {value!r}."
+
+
+def _entry_problems(source: str, key: Key, value: Any) -> Iterator[str]:
+    """Unknown keys in the entries of a list of settings; whatever else is wrong with them shows as a wrong type."""
+    if key.entry_class is None:
+        return
+    for number, entry in enumerate(value if isinstance(value, list) else [value]):
+        known = [item.name for item in key.entry_keys(number)]
+        for name in entry if isinstance(entry, Mapping) else ():
+            full = f"{key.name}[{number}].{name}"
+            if full not in known:
+                yield f"{source}: unknown key '{full}'; {_suggestion(full, known)}"
 
 
 def _leaves(

@@ -1,19 +1,25 @@
-"""The config of a run: `RunConfig`, and its `rollout`, `reward`, `checkpoint`, `observe` and `trainer` sections.
+"""The config of a run: `RunConfig`, and its `rollout`, `reward`, `checkpoint` and `trainer` sections.
 
 Every field has a string under it that says what it is, in which unit, and why it has its default.
 `docs/configuration.md` is made of them by `tools/config_reference.py`.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from megarl.config.fields import rules, setting
 from megarl.config.schema_algorithm import AlgorithmConfig
+from megarl.config.schema_checkpoint import CheckpointConfig
+from megarl.config.schema_guard import GuardConfig
 from megarl.config.schema_inputs import DataConfig, ModelConfig, ParallelConfig
 from megarl.config.schema_learning import ActorConfig, CriticConfig, OptimConfig
+from megarl.config.schema_observe import ObserveConfig
 from megarl.config.schema_preference import PreferenceConfig
 from megarl.config.schema_reward_model import RewardModelTrainingConfig
 
-LOGGERS = ("console", "tensorboard", "jsonl")
+LOGGERS = ("console", "tensorboard", "jsonl", "wandb", "mlflow", "prometheus")
+DEFAULT_LOGGERS = LOGGERS[:3]
+"""Those that need no server."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,9 +57,25 @@ class RolloutConfig:
     """Sequences that one engine decodes at once; bounds its KV cache. The name is vLLM's and verl's."""
     tensor_model_parallel_size: int = setting(1, at_least=1)
     """Consecutive ranks that form one engine. The transformers engine has 1: each rank holds the whole model."""
+    gpu_memory_utilization: float = setting(0.5, above=0, at_most=1)
+    """sglang: share of a GPU's memory that its engine's weights and KV cache take while it generates; the trainer's
+    own weights and optimizer stay beside it. verl's name and default."""
+    free_cache_engine: bool = True
+    """sglang: whether engines give weights and KV cache back while the trainer works, and take them again with the next
+    sync. verl's name and default."""
+    max_engine_restarts: int = setting(2, at_least=0)
+    """sglang: how often in a run engines whose processes died are started again, with current weights; their unfinished
+    responses are drawn again. 0: the run ends at the first."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """Any other argument of SGLang's server, by its name there, e.g. `{attention_backend: fa3}`; names that the
+    installed SGLang does not have are refused."""
     check_weight_sync: bool = True
     """Whether a checksum of each tensor is compared between trainer and engine after each sync; a difference stops the
     run. Wrong weights in an engine are otherwise silent."""
+    update_weights_bucket_megabytes: int | None = setting(None, at_least=1)
+    """MiB of weights that travel to the engine at a time. A sync takes up to twice this memory on each rank: one bucket
+    and the messages that fill the next. A larger tensor has a bucket of its own. null: 512 on a GPU, verl's default,
+    and 32 on a CPU. verl's name."""
     replay_dir: str | None = setting(None, local_path=True)
     """Folder of rollouts written by an earlier run (`trainer.rollout_data_dir`) to train on instead of generating."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
@@ -120,23 +142,6 @@ class RewardConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class CheckpointConfig:
-    """What is written beside the checkpoints of `trainer.save_freq`."""
-
-    export_hf: bool = True
-    """Whether the final model is also written as a Hugging Face folder, in `trainer.default_local_dir`."""
-
-
-@dataclass(kw_only=True, slots=True)
-class ObserveConfig:
-    """What is measured."""
-
-    peak_tflops: float | None = setting(None, above=0)
-    """Peak of one device in 10^12 floating-point operations a second, which MFU is a share of; null: measured once
-    with a large matrix product."""
-
-
-@dataclass(kw_only=True, slots=True)
 class TrainerConfig:
     """The loop: how long, where to, how often."""
 
@@ -160,8 +165,19 @@ class TrainerConfig:
     `resume_from_path`."""
     resume_from_path: str | None = setting(None, local_path=True)
     """Checkpoint to start from, with `resume_mode: path`."""
-    logger: list[str] = field(default_factory=lambda: list(LOGGERS), metadata=rules(choices=LOGGERS))
-    """Where metrics go; the files lie in `default_local_dir`. verl's name."""
+    stop_grace_s: float = setting(25.0, above=0)
+    """Seconds after SIGTERM within which a rank has to end its step and save; then it leaves without. 25: torchrun
+    kills its ranks 30 seconds after it has passed SIGTERM on (`--shutdown-timeout`). SIGUSR1 asks for the same without
+    a limit."""
+    logger: list[str] = field(default_factory=lambda: list(DEFAULT_LOGGERS), metadata=rules(choices=LOGGERS))
+    """Where metrics go; the files lie in `default_local_dir`. wandb, mlflow and prometheus are of the extra trackers,
+    and `observe` has their settings. verl's name."""
+    project_name: str = "megarl"
+    """What the run belongs to: wandb's project, mlflow's experiment. verl's name."""
+    experiment_name: str | None = None
+    """Name of the run in wandb, mlflow and Prometheus; null: the last part of `default_local_dir`. verl's name."""
+    group_name: str | None = None
+    """Runs that are looked at together, such as the seeds of one experiment: wandb's group, and a tag in mlflow."""
     rollout_data_dir: str | None = setting(None, local_path=True)
     """Folder that every rollout is written to, for `rollout.replay_dir`; null: not written. verl's name."""
     validation_data_dir: str | None = setting(None, local_path=True)
@@ -194,4 +210,5 @@ class RunConfig:
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

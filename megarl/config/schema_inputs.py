@@ -75,6 +75,13 @@ class ModelConfig:
     moe_router_bias_update_rate: float = setting(0.0, at_least=0)
     """How far each optimizer step moves the routers' expert biases towards balance (arXiv:2408.15664; glm4_moe,
     deepseek_v3). 0 leaves them as the checkpoint has them: engine and trainer then route alike. Megatron's name."""
+    moe_aux_loss_coeff: float = setting(0.0, at_least=0)
+    """Weight of the loss that keeps the load of experts even within each sequence (arXiv:2412.19437, equations 17 to
+    20; Megatron's `seq_aux_loss`), mean over the sequences of a mini-batch; 0: none. Megatron's name. Its other losses
+    of this kind are of a micro-batch, and would change with how sequences are packed."""
+    moe_z_loss_coeff: float = setting(0.0, at_least=0)
+    """Weight of the loss that keeps the logits of routers small (ST-MoE, arXiv:2202.08906), mean over the tokens of a
+    mini-batch; 0: none. Megatron's name."""
 
 
 @dataclass(kw_only=True, slots=True)

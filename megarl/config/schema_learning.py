@@ -21,6 +21,19 @@ SEQUENCE_LOSSES = ("gspo", "sapo", "gmpo")
 """Losses that are defined as a mean over rows of means over tokens."""
 
 
+ROUTER_REPLAY_MODES = ("disabled", "R2", "R3")
+
+
+@dataclass(kw_only=True, slots=True)
+class RouterReplayConfig:
+    """Which experts the tokens of a mixture of experts go to in training."""
+
+    mode: str = setting("disabled", choices=ROUTER_REPLAY_MODES)
+    """disabled: those that the router chooses in each pass. R2: in updates, those that it chose when old log-probs were
+    computed (arXiv:2507.18071). R3: in both, those that the engine chose (arXiv:2510.11370). The weights of the chosen
+    experts have their gradient in any case. verl's name."""
+
+
 @dataclass(kw_only=True, slots=True)
 class ActorConfig:
     """The policy's loss and its batches."""
@@ -36,7 +49,8 @@ class ActorConfig:
     skip_zero_advantage: bool = True
     """Whether samples whose advantage is exactly 0 (all samples of the prompt scored the same) are left out of the
     update. They cannot move the weights, so the result is the same and the time is saved; metrics of the update are
-    then over the other samples. Without effect where `use_kl_loss` or `entropy_coeff` give them a gradient."""
+    then over the other samples. Without effect where `use_kl_loss` or `entropy_coeff` give them a gradient, or where
+    samples move routers: `model.moe_aux_loss_coeff`, `moe_z_loss_coeff`, `moe_router_bias_update_rate`."""
     policy_loss: str = setting("ppo", choices=POLICY_LOSSES)
     """Loss of a token: ppo is the clipped surrogate with dual clip (arXiv:1707.06347, arXiv:1912.09729);
     docs/algorithms.md says what the others are and when to use them."""
@@ -78,6 +92,8 @@ class ActorConfig:
     kl_loss_type: str = setting("low_var_kl", choices=KL_ESTIMATORS)
     """Estimator of the KL divergence of a token (joschu.net/blog/kl-approx.html): k1, k2, k3 (also called low_var_kl)
     or abs; with + the value is kept and the gradient is the unbiased one, k2's."""
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
+    """Which experts the tokens of a mixture of experts go to."""
 
     @property
     def aggregation(self) -> str:

@@ -14,12 +14,18 @@ from megarl.config.fields import Key, config_keys
 from megarl.config.model_shape import EXPERT_BIAS_MODEL_TYPES, ModelShape
 from megarl.config.schema import RunConfig
 from megarl.config.schema_learning import OptimConfig
+from megarl.config.validate_checkpoint import checkpoint_problems
+from megarl.config.validate_guard import guard_problems
+from megarl.config.validate_observe import missing_tracker_settings, observe_problems
 from megarl.config.validate_preference import preference_problems
 from megarl.config.validate_rl import rl_problems
 from megarl.config.validate_supervised import SUPERVISED_KINDS, supervised_problems
 
 EXTENSIBLE = ("algorithm.adv_estimator", "actor.policy_loss", "preference.loss_type")
 """Names that files of `algorithm.plugins` add to."""
+
+_TRACKER_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "prometheus": "prometheus_client"}
+"""What imports as what."""
 
 
 def validate(config: RunConfig, world_size: int) -> list[str]:
@@ -39,9 +45,12 @@ def validate(config: RunConfig, world_size: int) -> list[str]:
     problems += _router_problems(config, model)
     problems += _parallel_switch_problems(config)
     problems += _trainer_problems(config)
+    problems += checkpoint_problems(config)
     problems += _optim_problems("optim", config.optim)
     problems += _optim_problems("critic.optim", config.critic.optim)
+    problems += observe_problems(config, world_size)
     problems += supervised_problems(config, layout)
+    problems += guard_problems(config)
     if config.trainer.kind == "preference":
         problems += preference_problems(config, layout, model)
     # Also where the kind itself is wrong: the rest should be reported with it.
@@ -61,12 +70,17 @@ def missing_packages(config: RunConfig) -> list[str]:
             "sglang",
         ),
         "transformer_engine": (config.model.backend == "te", "model.backend is te", "gpu"),
+        **{
+            package: (name in config.trainer.logger, f"trainer.logger names {name}", "trackers")
+            for name, package in _TRACKER_PACKAGES.items()
+        },
     }
-    return [
+    packages = [
         f"{reason}, but the package {package} is not installed: pip install 'megarl[{extra}]', or choose another."
         for package, (is_needed, reason, extra) in needed.items()
         if is_needed and find_spec(package) is None
     ]
+    return [*packages, *missing_tracker_settings(config)]
 
 
 def _value_problems(config: RunConfig) -> Iterator[str]:
@@ -76,9 +90,21 @@ def _value_problems(config: RunConfig) -> Iterator[str]:
         if key.name in EXTENSIBLE and config.algorithm.plugins:
             continue  # what the files register is known when they are imported
         value = OmegaConf.select(values, key.name)
+        if key.entry_class is not None:
+            yield from _entry_problems(key, value)
+            continue
         for item in value if OmegaConf.is_list(value) else [value]:
             if item is not None and (rule := _broken_rule(key, item)):
                 yield f"{key.name} is {item!r}, but must be {rule}."
+
+
+def _entry_problems(key: Key, entries: Iterable[Any]) -> Iterator[str]:
+    """Values of the entries of a list of settings that their own field does not allow."""
+    for number, entry in enumerate(entries):
+        for part in key.entry_keys(number):
+            value = entry[part.name.rpartition(".")[2]]
+            if value is not None and (rule := _broken_rule(part, value)):
+                yield f"{part.name} is {value!r}, but must be {rule}."
 
 
 def _broken_rule(key: Key, value: Any) -> str | None:
@@ -123,6 +149,10 @@ def _router_problems(config: RunConfig, model: ModelShape | None) -> Iterator[st
             f"model.moe_router_bias_update_rate is {rate}, but a {model.model_type} model has no expert bias "
             f"(only {', '.join(EXPERT_BIAS_MODEL_TYPES)} have): leave it out."
         )
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        weight = getattr(config.model, name)
+        if model is not None and weight > 0 and not model.is_moe:
+            yield f"model.{name} is {weight}, but a {model.model_type} model has no routers: leave it out."
 
 
 def _parallel_switch_problems(config: RunConfig) -> Iterator[str]:

@@ -7,6 +7,7 @@ from megarl.config.model_shape import ModelShape
 from megarl.config.schema import RunConfig
 from megarl.config.schema_algorithm import ADVANTAGE_ESTIMATORS, GROUP_ESTIMATORS
 from megarl.config.schema_learning import SEQUENCE_LOSSES
+from megarl.config.sglang_options import DEFAULT_MASK, EXPERT_OPTION, MASK_HEADROOM, MASK_OPTION, option_problems
 from megarl.config.validate_models import other_model_problems
 
 
@@ -15,6 +16,7 @@ def rl_problems(config: RunConfig, layout: Layout, model: ModelShape | None) -> 
     yield from engine_problems(config, layout.world_size, model)
     yield from _estimator_problems(config)
     yield from _loss_problems(config)
+    yield from _router_replay_problems(config, model)
     yield from _kl_problems(config)
     yield from reward_problems(config)
     yield from _correction_problems(config)
@@ -32,12 +34,38 @@ def engine_problems(config: RunConfig, world_size: int, model: ModelShape | None
         )
     if 0 in (rollout.top_k, rollout.val_kwargs.top_k):
         yield "rollout.top_k and rollout.val_kwargs.top_k cannot be 0: write -1 to sample from all tokens."
+    yield from _sglang_problems(config)
     if rollout.engine in ("transformers", "dataset") and size > 1:
         yield f"{key} is {size}, but the transformers engine holds the whole model on each rank: set it to 1."
     elif size >= 1 and world_size % size:
         yield f"{key} is {size}, which does not divide the world size {world_size}: choose a divisor of it."
     elif size >= 1 and model is not None and model.num_heads % size:
         yield f"{key} is {size}, which does not divide the model's {model.num_heads} attention heads: choose a divisor."
+
+
+def _sglang_problems(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.engine != "sglang":
+        if rollout.sglang:
+            yield f"rollout.sglang is set, but rollout.engine is {rollout.engine}: leave it out, or choose sglang."
+        return
+    problems = list(option_problems(rollout.sglang))
+    yield from problems
+    if problems:
+        return
+    experts, size = rollout.sglang.get(EXPERT_OPTION, 1), rollout.tensor_model_parallel_size
+    if size % experts:
+        yield (
+            f"rollout.sglang.{EXPERT_OPTION} is {experts}, which does not divide rollout.tensor_model_parallel_size "
+            f"{size}: choose a divisor of it."
+        )
+    kept = rollout.sglang.get(MASK_OPTION, DEFAULT_MASK) - MASK_HEADROOM
+    for key, top_k in {"rollout.top_k": rollout.top_k, "rollout.val_kwargs.top_k": rollout.val_kwargs.top_k}.items():
+        if top_k > kept:
+            yield (
+                f"{key} is {top_k}, but SGLang gives log-probs of at most {kept} tokens: lower it, or set "
+                f"rollout.sglang.{MASK_OPTION} to at least {top_k + MASK_HEADROOM}."
+            )
 
 
 def _estimator_problems(config: RunConfig) -> Iterator[str]:
@@ -116,6 +144,19 @@ def _loss_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"actor.loss_scale_factor is {actor.loss_scale_factor}, but actor.loss_agg_mode {actor.aggregation} does "
             "not use it: leave it out, or choose seq-mean-token-sum-norm."
+        )
+
+
+def _router_replay_problems(config: RunConfig, model: ModelShape | None) -> Iterator[str]:
+    mode = config.actor.router_replay.mode
+    if mode not in ("R2", "R3"):
+        return
+    if model is not None and not model.is_moe:
+        yield f"actor.router_replay.mode is {mode}, but a {model.model_type} model has no experts: set it to disabled."
+    if mode == "R3" and config.rollout.engine == "dataset":
+        yield (
+            "actor.router_replay.mode is R3, but responses of rollout.engine dataset come without the experts that an "
+            "engine chose: set it to R2 or disabled."
         )
 
 

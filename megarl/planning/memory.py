@@ -21,6 +21,7 @@ from megarl.planning.activations import (
 from megarl.planning.architecture import Architecture, Head
 from megarl.planning.parameters import RankParameters, engine_parameters, stage_chunks, stage_parameters
 from megarl.planning.schedule import peak_in_flight
+from megarl.planning.sync_plan import bucket_bytes
 
 GIB = 2**30
 
@@ -322,8 +323,10 @@ def _phases(
         largest = element * actor.shape.hidden_size * max(actor.shape.vocab_size, actor.shape.ffn_size)
         cache = asleep.get(Item.KV_CACHE, 0.0)
         found[Phase.ROLLOUT] = {**resident, **engine}
-        # One whole tensor that is gathered, and the engine's copy of it on the way.
-        found[Phase.SYNC] = {**resident, **engine, Item.KV_CACHE: cache, Item.BUFFERS: 2 * largest}
+        # A bucket, and the messages that fill the next one, where a rank does not hold the model alone.
+        bucket = min(max(bucket_bytes(config.rollout), largest), element * engine_parameters(actor, 1))
+        buffers = bucket * (2 if layout.pp * layout.replica_block > 1 else 1)
+        found[Phase.SYNC] = {**resident, **engine, Item.KV_CACHE: cache, Item.BUFFERS: buffers}
     return {phase: found[phase] for phase in Phase if phase in found}
 
 

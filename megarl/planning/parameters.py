@@ -40,24 +40,15 @@ class Chunk:
 
 
 def stage_chunks(layout: Layout, num_layers: int, stage: int) -> list[Chunk]:
-    """The chunks of pipeline stage `stage`, in the order in which tokens pass through them.
-
-    Megatron-Core deals layers out in rounds (`get_transformer_layer_offset`): virtual stage v of all pipeline stages
-    comes before virtual stage v + 1 of the first.
-    """
-    per_chunk = [layers // layout.vpp for layers in layout.stage_layers(num_layers)]
-    before, round_size = sum(per_chunk[:stage]), sum(per_chunk)
-    chunks = []
-    for virtual in range(layout.vpp):
-        start = virtual * round_size + before
-        chunks.append(
-            Chunk(
-                layers=range(start, start + per_chunk[stage]),
-                is_first=stage == 0 and virtual == 0,
-                is_last=stage == layout.pp - 1 and virtual == layout.vpp - 1,
-            )
+    """The chunks of pipeline stage `stage`, in the order in which tokens pass through them."""
+    return [
+        Chunk(
+            layers=layers,
+            is_first=stage == 0 and virtual == 0,
+            is_last=stage == layout.pp - 1 and virtual == layout.vpp - 1,
         )
-    return chunks
+        for virtual, layers in enumerate(layout.chunk_layers(num_layers, stage))
+    ]
 
 
 def padded_vocab(architecture: Architecture, tp: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config import ConfigError, RunConfig, validate
+from megarl.config.engines import engine_expert_shares
 from megarl.config.layout import Layout
 from megarl.planning.candidates import ENGINE_KEY, single_changes
 from megarl.planning.hardware import GPU
@@ -23,7 +24,7 @@ from megarl.planning.sections import (
     time_section,
 )
 from megarl.planning.step_time import Lengths, estimate_step, micro_batch_count
-from megarl.planning.sync_plan import BUCKET_BYTES, plan_sync
+from megarl.planning.sync_plan import bucket_bytes, plan_sync
 from megarl.planning.weight_map_run import map_weights
 from megarl.planning.weight_sections import map_problems, map_section, sync_section
 
@@ -46,8 +47,6 @@ class Request:
     searches: bool = False
     maps_weights: bool = False
     """Whether to build every rank's modules and prove the weight map, which takes up to minutes."""
-    bucket_bytes: int = BUCKET_BYTES
-    """Of a bucket of the weight sync."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +109,8 @@ def _plan_layout(request: Request, layout: Layout, models: list[ModelUse]) -> tu
             request.gpu,
             element_bytes=ELEMENT_BYTES[config.model.dtype],
             engine_size=config.rollout.tensor_model_parallel_size,
-            bucket_bytes=request.bucket_bytes,
+            engine_shares=engine_expert_shares(config.rollout),
+            bucket_bytes=bucket_bytes(config.rollout),
         )
         sections.append(sync_section(sync, parameters, request.gpu))
     if memory.missing:

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers.core_model_loading import revert_weight_conversion
 
 from megarl import platform
 from megarl.config import ConfigError
@@ -36,7 +35,8 @@ from megarl.models.bridge import read_hf_config
 from megarl.models.build import MegatronModel, Role, build_model
 from megarl.parallel.groups import build_groups
 from megarl.planning.architecture import Architecture, Head
-from megarl.planning.weight_map import Held, Parameter, Piece, RankClass, Shape, map_problems, rank_classes
+from megarl.planning.weight_map import Held, Parameter, Piece, RankClass, map_problems, rank_classes
+from megarl.weights.architecture_tensors import architecture_tensors
 from megarl.weights.pieces import model_shards
 
 _HEADS = {Role.CAUSAL_LM: Head.LOGITS, Role.CRITIC: Head.VALUE, Role.REWARD: Head.SCORE}
@@ -72,25 +72,6 @@ def prove(folder: Path, layout: Layout, role: Role) -> dict[str, Any]:
         "largest": max(of_class.numel for of_class in held),
         "seconds": time.perf_counter() - start,
     }
-
-
-def architecture_tensors(hf_config: transformers.PretrainedConfig, role: Role) -> dict[str, Shape]:
-    """Names and shapes of what transformers would save: its own model class, built without memory.
-
-    transformers 5 keeps the experts of a layer in one tensor and writes them one by one, under the names that engines
-    and other trainers read; so do we. A tied output layer is not saved.
-    """
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16)
-    saved = revert_weight_conversion(model, model.state_dict())
-    tensors = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    if role is not Role.CAUSAL_LM or hf_config.tie_word_embeddings:
-        del tensors["lm_head.weight"]
-    if role is not Role.CAUSAL_LM:
-        tensors["score.weight"] = (1, hf_config.hidden_size)
-    if role is Role.CRITIC:
-        tensors["score.bias"] = (1,)
-    return tensors
 
 
 def held_by_ranks(hf_config: transformers.PretrainedConfig, layout: Layout, role: Role) -> list[Held]:

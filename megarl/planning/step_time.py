@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from megarl.config.batches import BatchPlan
+from megarl.config.engines import engine_expert_shares
 from megarl.config.layout import Layout
 from megarl.config.schema import RunConfig
 from megarl.planning.architecture import Architecture, Head
@@ -272,5 +273,7 @@ def _decode_seconds(
 
 
 def _sync_seconds(config: RunConfig, layout: Layout, gpu: GPU, architecture: Architecture) -> float:
-    """Every rank sees whole tensors go by."""
-    return whole_route(architecture, layout, gpu, ELEMENT_BYTES[config.model.dtype]).seconds
+    """Every engine rank gets whole tensors."""
+    rollout = config.rollout
+    size, shares = rollout.tensor_model_parallel_size, engine_expert_shares(rollout)
+    return whole_route(architecture, layout, gpu, ELEMENT_BYTES[config.model.dtype], size, shares).seconds

@@ -1,21 +1,22 @@
 """What a sync of the actor's weights to the engines moves, on which links, and how long that takes.
 
-Two ways are counted. *Whole*, as `weights.export_hf` does it: every tensor is broadcast to every rank, box by box, and
-an engine rank keeps its share. *Shares*, the floor for any other way: each engine rank gets its share and nothing else,
-in buckets, from the nearest rank that holds it. Engines are `rollout.tensor_model_parallel_size` consecutive ranks of
-the trainer, and cut matrices, those of experts too, into equal parts.
+Two ways are counted. *Whole*, as `weights.plan` does it: each engine rank gets whole tensors, in buckets, from the
+nearest ranks of its replica domain that hold their parts; of the experts, those of its share where the engine has
+expert parallelism. *Shares*, the floor for any other way: each engine rank gets its part of each tensor and nothing
+else. Engines are `rollout.tensor_model_parallel_size` consecutive ranks of the trainer, and cut matrices, those of
+experts too, into equal parts.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.config.layout import Layout
+from megarl.config.layout import Coordinates, Layout
 from megarl.config.model_shape import EXPERT_BIAS_MODEL_TYPES
+from megarl.config.schema import RolloutConfig
 from megarl.planning.architecture import Architecture, Head, Split, Weight
-from megarl.planning.communication import group_rate
 from megarl.planning.hardware import COLLECTIVE_EFFICIENCY, GPU, GPUS_A_NODE
 from megarl.planning.parameters import stage_chunks
 
@@ -73,6 +74,12 @@ class SyncPlan:
     shares: Route
 
 
+def bucket_bytes(rollout: RolloutConfig) -> int:
+    """Of a bucket on a GPU."""
+    megabytes = rollout.update_weights_bucket_megabytes
+    return BUCKET_BYTES if megabytes is None else megabytes * 2**20
+
+
 def plan_sync(
     architecture: Architecture,
     layout: Layout,
@@ -80,6 +87,7 @@ def plan_sync(
     *,
     element_bytes: int,
     engine_size: int,
+    engine_shares: int = 1,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> SyncPlan:
     """The plan.
@@ -88,6 +96,7 @@ def plan_sync(
         gpu: its `link` and `network` are the interconnect.
         element_bytes: of a weight.
         engine_size: `rollout.tensor_model_parallel_size`; it divides the world.
+        engine_shares: as in `whole_route`.
     """
     stream = [
         tensors for stage in range(layout.pp) for tensors in stage_tensors(architecture, layout, stage, element_bytes)
@@ -99,7 +108,7 @@ def plan_sync(
         tensors=sum(tensors.count for tensors in stream),
         bucket_bytes=bucket_bytes,
         buckets=bucket_count((t.num_bytes for t in stream for _ in range(t.count)), bucket_bytes),
-        whole=whole_route(architecture, layout, gpu, element_bytes),
+        whole=whole_route(architecture, layout, gpu, element_bytes, engine_size, engine_shares),
         shares=shares_route(architecture, layout, gpu, element_bytes, engine_size),
     )
 
@@ -150,37 +159,73 @@ def bucket_count(sizes: Iterable[int], bucket_bytes: int) -> int:
     return buckets
 
 
-def given_by_ranks(architecture: Architecture, layout: Layout, element_bytes: int) -> list[int]:
-    """Bytes that each rank gives: of the ranks that hold the same the lowest, as `weights.export_hf` has it."""
-    given = [0] * layout.world_size
-    for stage in range(layout.pp):
-        totals = _by_split(stage_tensors(architecture, layout, stage, element_bytes))
-        first = stage * (layout.world_size // layout.pp)
-        for split, ranks in ((Split.WHOLE, 1), (Split.TENSOR, layout.tp), (Split.EXPERT, layout.ep * layout.etp)):
-            for rank in range(first, first + ranks):
-                given[rank] += totals[split] // ranks
-    return given
-
-
 @functools.lru_cache(maxsize=256)
-def whole_route(architecture: Architecture, layout: Layout, gpu: GPU, element_bytes: int) -> Route:
-    """Every rank sees every tensor, and all wait for the slowest link of the ring.
+def whole_route(
+    architecture: Architecture,
+    layout: Layout,
+    gpu: GPU,
+    element_bytes: int,
+    engine_size: int = 1,
+    engine_shares: int = 1,
+) -> Route:
+    """What the weight plan moves. Domains are alike, and so are the nodes of a stage: the first of each is looked at.
 
-    The ring enters each node by one adapter. The rank behind it of the node that holds least waits longest.
+    Args:
+        engine_shares: in how many parts an engine shares its experts out (`config.engines`).
     """
-    given = given_by_ranks(architecture, layout, element_bytes)
-    total = sum(given)
-    nodes = [given[first : first + GPUS_A_NODE] for first in range(0, layout.world_size, GPUS_A_NODE)]
-    node = min(range(len(nodes)), key=lambda number: sum(nodes[number]))
-    rank = node * GPUS_A_NODE
-    across = total - sum(nodes[node])
-    return Route(
-        rank=rank,
-        own=given[rank],
-        across_nodes=across,
-        within_node=total - across - given[rank],
-        seconds=total / group_rate(gpu, layout.world_size) if layout.world_size > 1 else 0.0,
-    )
+    sizes = [_by_split(stage_tensors(architecture, layout, stage, element_bytes)) for stage in range(layout.pp)]
+    stage_ranks = layout.world_size // layout.pp
+    block = min(layout.replica_block, GPUS_A_NODE)
+    received = {
+        rank: received_whole(layout, sizes, rank, rank % engine_size * engine_shares // engine_size, engine_shares)
+        for first in range(0, layout.world_size, stage_ranks)
+        for rank in range(first, first + block)
+    }
+    seconds = {
+        rank: max(within / gpu.link, across / gpu.network) / COLLECTIVE_EFFICIENCY
+        for rank, (_, within, across) in received.items()
+    }
+    rank = max(seconds, key=seconds.__getitem__)
+    own, within, across = received[rank]
+    return Route(rank=rank, own=own, within_node=within, across_nodes=across, seconds=seconds[rank])
+
+
+def received_whole(
+    layout: Layout, sizes: Sequence[Mapping[Split, int]], rank: int, engine_share: int = 0, engine_shares: int = 1
+) -> tuple[float, float, float]:
+    """Bytes of the tensors a rank's engine needs that the rank has itself, gets within its node, and from other nodes.
+
+    Args:
+        sizes: bytes of all tensors of each stage, by split.
+        engine_share: which of `engine_shares` equal runs of experts the engine's part on the rank has.
+    """
+    near = [other for other in _node_of(layout, rank) if layout.replica(other) == layout.replica(rank)]
+    experts = (engine_share / engine_shares, (engine_share + 1) / engine_shares)
+    own = within = across = 0.0
+    for stage, by_split in enumerate(sizes):
+        here = [at for at in [layout.coordinates(rank)] if at.pp == stage]
+        around = [at for at in map(layout.coordinates, near) if at.pp == stage]
+        for split, num_bytes in by_split.items():
+            needs = experts[1] - experts[0] if split is Split.EXPERT else 1.0
+            has, node_has = (_held_whole(layout, split, holders, experts) for holders in (here, around))
+            own += num_bytes * has
+            within += num_bytes * (node_has - has)
+            across += num_bytes * (needs - node_has)
+    return own, within, across
+
+
+def _held_whole(layout: Layout, split: Split, holders: Sequence[Coordinates], experts: tuple[float, float]) -> float:
+    """The part of a stage's tensors of one split that ranks of the stage hold between them; of experts, of a range."""
+    if not holders:
+        return 0.0
+    match split:
+        case Split.WHOLE:
+            return 1.0
+        case Split.TENSOR:
+            return len({at.tp for at in holders}) / layout.tp
+        case Split.EXPERT:
+            parts = {(at.ep, at.etp) for at in holders}
+            return sum(_overlap(experts, ep, layout.ep) for ep, _ in parts) / layout.etp
 
 
 @functools.lru_cache(maxsize=64)

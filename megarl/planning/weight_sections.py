@@ -56,7 +56,7 @@ def sync_section(plan: SyncPlan, parameters: int, gpu: GPU) -> Section:
     lines = [
         f"engines: {plan.engines} of {plan.engine_size} ranks; {plan.num_bytes / _GB:,.1f} GB in {plan.tensors:,} "
         "tensors",
-        f"whole tensors to every rank, as megarl syncs: {_moved(plan.whole)}",
+        f"whole tensors to every engine rank, as megarl syncs: {_moved(plan.whole)}",
         f"only each engine rank's share, which is the floor: {_moved(plan.shares)}; all tensors fill about "
         f"{plan.buckets:,} buckets of {plan.bucket_bytes / 2**20:.0f} MiB",
         f"assumed: {gpu.link / _GB:.0f} GB/s within a node and {gpu.network / _GB:.0f} GB/s a GPU across nodes, of "

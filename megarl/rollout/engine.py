@@ -6,12 +6,14 @@ sampled, and a loss on other tokens is silently wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Protocol
 
-import torch
+import numpy
+
+from megarl.weights.bucket import Bucket
 
 MemoryPart = Literal["weights", "kv_cache"]
 """What `Engine.wake` can bring back on its own."""
@@ -35,6 +37,10 @@ class FinishReason(StrEnum):
 class WeightUpdateError(RuntimeError):
     """Weights that an engine cannot take, or an update that is incomplete. The engine does not generate until a whole
     update has gone through."""
+
+
+class EngineDied(RuntimeError):
+    """An engine's processes ended. It has no weights, and answers nothing, until it is started again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +113,13 @@ class Response:
     temperature 1 and uncut, since the point mass's own log-prob, 0, would say nothing."""
     finish_reason: FinishReason
     weight_version: int
-    """Of the weights that generated it."""
+    """Of the weights that generated it; where several did, of those that drew its last token."""
+    weight_versions: tuple[tuple[int, int], ...] = ()
+    """Where weights changed in its middle: (first token, version) of each span. Empty: one version drew all of it."""
+    routed_experts: numpy.ndarray | None = None
+    """int16 [prompt + response, mixtures, top-k]: the experts that each token went to in each layer that has some, in
+    any order; -1 for a token that was not computed, as the last one that was sampled. None where the engine was not
+    asked for them."""
 
 
 class Engine(Protocol):
@@ -134,34 +146,28 @@ class Engine(Protocol):
     def abort(self) -> None:
         """Ends the running `generate` soon: unfinished responses come out with `FinishReason.ABORT`."""
 
-    def weight_dtype(self, name: str) -> torch.dtype:
-        """In which dtype the engine holds a tensor. Senders cast to it, so that both sides' checksums are of one thing.
-
-        Raises:
-            WeightUpdateError: the model has no tensor of this name.
-        """
-
     def begin_weight_update(self, version: int) -> None:
-        """Opens an update. Until it is complete, nothing is generated.
+        """Opens an update. Until it is complete, nothing is generated. A second call drops what the first received.
 
         Args:
             version: of the new weights: the number of optimizer steps they have seen.
         """
 
-    def receive_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes whole tensors under their Hugging Face checkpoint names (experts one by one). May be called again.
+    def receive_bucket(self, bucket: Bucket) -> None:
+        """Takes a bucket of whole tensors under their Hugging Face checkpoint names (experts one by one).
 
-        A tensor is copied before the next one is asked for, so the sender may reuse its memory.
+        When it returns, the engine has copied what it needs and the sender may overwrite the bucket. Where an engine
+        has several ranks, each calls it with a bucket of its own: dense tensors are in all of them, and those of an
+        expert only where the engine's rank has that expert. All ranks call it equally often, so a bucket may be empty,
+        and where it raises on one of an engine's ranks it has to raise on all: they stop taking buckets together.
 
         Raises:
-            WeightUpdateError: unknown or repeated name, wrong shape or dtype, or no open update.
+            WeightUpdateError: unknown or repeated name, wrong shape or dtype, no open update, or a tensor whose
+                checksum, where the bucket has checksums, is not that of what the engine then holds.
         """
 
-    def end_weight_update(self, *, checksums: bool = True) -> dict[str, int]:
+    def end_weight_update(self) -> None:
         """Closes the update; the new weights are in use from here on.
-
-        Returns:
-            `megarl.weights.checksum` of each tensor as the engine now holds it; empty if `checksums` is false.
 
         Raises:
             WeightUpdateError: tensors are missing, or no open update.

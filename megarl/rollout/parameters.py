@@ -7,9 +7,14 @@ tensors for each expert; Mixtral's checkpoints also name things in their own way
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from megarl.models.bridge import read_hf_config
 
 _FUSED = re.compile(r"(?P<experts>.+\.experts)\.(?P<kind>gate_up_proj|down_proj)$")
 _MIXTRAL_EXPERT = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
@@ -29,6 +34,13 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     if model.config.model_type == "mixtral":
         return {_mixtral_name(name): tensor for name, tensor in tensors.items()}
     return tensors
+
+
+def checkpoint_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor of the checkpoint of the model in a Hugging Face folder, by name; no weights are read."""
+    with no_init_weights(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read_hf_config(folder))
+    return {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
 
 
 def _unfuse(name: str, parameter: Tensor) -> dict[str, Tensor]:

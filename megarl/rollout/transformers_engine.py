@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from megarl.rollout.engine import MEMORY_PARTS, Engine, MemoryPart, Request, Res
 from megarl.rollout.generation import Generation
 from megarl.rollout.kv_cache import Prefix, SlotCache
 from megarl.rollout.parameters import checkpoint_tensors
+from megarl.weights.bucket import Bucket, pack
 from megarl.weights.checksum import checksum
 from megarl.weights.safetensors_io import SafetensorsReader
 
@@ -30,18 +31,25 @@ class TransformersEngine(Engine):
     `sleep` frees the cache and the packed copy; the weights stay.
     """
 
-    def __init__(self, folder: str | Path, *, dtype: torch.dtype, max_num_seqs: int) -> None:
+    def __init__(
+        self, folder: str | Path, *, dtype: torch.dtype, max_num_seqs: int, return_routed_experts: bool = False
+    ) -> None:
         """Builds the model of a Hugging Face folder, without its weights: these come by an update, or `load_folder`.
 
         Args:
             dtype: of weights and arithmetic; log-probs are float32 whatever it is.
             max_num_seqs: responses that are decoded at once.
+            return_routed_experts: responses have the experts that their tokens went to (`Response.routed_experts`).
 
         Raises:
             ConfigError: the folder or its model is not supported.
         """
         self._decoder = Decoder(
-            read_hf_config(folder), dtype=dtype, device=torch.device(platform.current().device), rows=max_num_seqs
+            read_hf_config(folder),
+            dtype=dtype,
+            device=torch.device(platform.current().device),
+            rows=max_num_seqs,
+            record_experts=return_routed_experts,
         )
         self._tensors = checkpoint_tensors(self._decoder.model)
         self._max_num_seqs = max_num_seqs
@@ -128,12 +136,8 @@ class TransformersEngine(Engine):
 
     # Weights
 
-    def weight_dtype(self, name: str) -> torch.dtype:
-        """See `Engine.weight_dtype`."""
-        return self._tensor(name).dtype
-
     def begin_weight_update(self, version: int) -> None:
-        """See `Engine.begin_weight_update`. A second call drops what the first one's update has received."""
+        """See `Engine.begin_weight_update`."""
         self._refuse_if_generating()
         if "weights" in self._asleep:
             raise RuntimeError("the engine's weights are asleep: wake them before an update")
@@ -142,11 +146,11 @@ class TransformersEngine(Engine):
         self._received = set()
         self._decoder.free_copies()
 
-    def receive_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.receive_weights`."""
+    def receive_bucket(self, bucket: Bucket) -> None:
+        """See `Engine.receive_bucket`. Checksums are of the model's own memory, after the copy."""
         if self._next_version is None:
             raise WeightUpdateError("weights came without begin_weight_update()")
-        for name, tensor in tensors:
+        for name, tensor in bucket.tensors():
             held = self._tensor(name)
             if name in self._received:
                 raise WeightUpdateError(f"{name} came twice in one update")
@@ -156,9 +160,11 @@ class TransformersEngine(Engine):
                     f"{list(held.shape)}"
                 )
             held.copy_(tensor)
+            if bucket.checksums is not None and checksum(held) != bucket.checksums[name]:
+                raise WeightUpdateError(f"{name} arrived changed: its checksum is not the one of the trainer's weights")
             self._received.add(name)
 
-    def end_weight_update(self, *, checksums: bool = True) -> dict[str, int]:
+    def end_weight_update(self) -> None:
         """See `Engine.end_weight_update`."""
         if self._next_version is None:
             raise WeightUpdateError("end_weight_update() came without begin_weight_update()")
@@ -168,7 +174,6 @@ class TransformersEngine(Engine):
             raise WeightUpdateError(f"{len(missing)} of {len(self._tensors)} tensors did not come: {shown}")
         self._decoder.weights_changed()
         self._weight_version, self._next_version = self._next_version, None
-        return {name: checksum(tensor) for name, tensor in self._tensors.items()} if checksums else {}
 
     def load_folder(self, folder: str | Path, *, version: int = 0) -> None:
         """Updates the weights from a Hugging Face folder, in this engine's dtypes.
@@ -179,8 +184,9 @@ class TransformersEngine(Engine):
         """
         reader = SafetensorsReader(folder)
         self.begin_weight_update(version)
-        self.receive_weights((name, reader.read(name).to(self.weight_dtype(name))) for name in reader.names())
-        self.end_weight_update(checksums=False)
+        for name in reader.names():
+            self.receive_bucket(pack([(name, reader.read(name).to(self._tensor(name).dtype))]))
+        self.end_weight_update()
 
     def _tensor(self, name: str) -> torch.Tensor:
         try:

@@ -12,7 +12,7 @@ from megarl.config.schema_learning import CriticConfig
 from megarl.data.packing import PackedBatch
 from megarl.models.outputs import token_values
 from megarl.models.pipeline import run_pipeline
-from megarl.models.train import StepResult, TrainableModel
+from megarl.models.train import StepResult, TrainableModel, Veto
 from megarl.trainers.minibatch import MiniBatch
 
 VALUES, RETURNS, WEIGHTS_OF_VALUES = "values", "returns", "critic_weights"
@@ -34,7 +34,9 @@ def add_values(critic: TrainableModel, mini_batch: MiniBatch) -> None:
     mini_batch.add_columns(outputs)
 
 
-def update_critic(critic: TrainableModel, mini_batch: MiniBatch, config: CriticConfig) -> StepResult:
+def update_critic(
+    critic: TrainableModel, mini_batch: MiniBatch, config: CriticConfig, *, veto: Veto | None = None
+) -> StepResult:
     """One optimizer step on a mini-batch, whose columns have `returns`. Collective over the world.
 
     Returns:
@@ -48,4 +50,4 @@ def update_critic(critic: TrainableModel, mini_batch: MiniBatch, config: CriticC
         tokens = value_loss(token_values(values), columns[VALUES], columns[RETURNS], mask, config.cliprange_value)
         return aggregate(tokens.loss, columns[WEIGHTS_OF_VALUES]), {"tokens": mask.sum(), "sums": tokens.sums}
 
-    return critic.step(mini_batch.batches, loss)
+    return critic.step(mini_batch.batches, loss, veto=veto)

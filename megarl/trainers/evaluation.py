@@ -48,7 +48,8 @@ def evaluate(
     Writes:
         `folder/<kind>-step-N.jsonl`, on rank 0: prompt, response and score of each sample.
     """
-    share = share_of(len(data), groups.layout.world_size, groups.rank)
+    assert generator.engine is not None
+    share = share_of(len(data), groups.layout.world_size, groups.rank, generator.engine.size)
     prompts = list(zip(share, data.prompts(list(share)), strict=True))
     samples = generator.run(prompts, sampling, draw=VALIDATION_DRAW)
     everyones: list[list[Sample]] = [[] for _ in range(groups.layout.world_size)]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megarl.checkpoint.publish import publish
 from megarl.config import RunConfig
 from megarl.models.build import MegatronModel
-from megarl.weights.export_hf import save_hf
+from megarl.weights.save_hf import save_hf
 
 EXPORT_NAME = "hf"
 

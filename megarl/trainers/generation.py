@@ -12,7 +12,8 @@ from megarl.data.chat import ChatTokenizer
 from megarl.data.sample import Prompt, Sample
 from megarl.rewards.manager import RewardManager
 from megarl.rewards.outcome import SCORE
-from megarl.rollout.engine import Engine, Request, SamplingParams
+from megarl.rollout.engine import Request, SamplingParams
+from megarl.trainers.engine_keeper import EngineKeeper
 from megarl.trainers.judge import Judge
 
 RULE, MODEL = "rule", "model"
@@ -30,9 +31,15 @@ class Sampling:
     max_new_tokens: int
 
 
-def share_of(prompts: int, engines: int, engine: int) -> range:
-    """Which of the step's prompts this engine answers: one after another, so that shares differ by one at most."""
-    return range(engine, prompts, engines)
+def share_of(prompts: int, world_size: int, rank: int, engine_size: int = 1) -> range:
+    """Which of the step's prompts this rank answers: one after another, so that shares differ by one at most.
+
+    Args:
+        engine_size: ranks that form one engine, of which the first gets what the engine answers.
+    """
+    if rank % engine_size:
+        return range(0)
+    return range(rank // engine_size, prompts, world_size // engine_size)
 
 
 class Generator:
@@ -40,7 +47,7 @@ class Generator:
 
     def __init__(
         self,
-        engine: Engine | None,
+        engine: EngineKeeper | None,
         rewards: RewardManager | None,
         chat: ChatTokenizer,
         *,
@@ -61,7 +68,7 @@ class Generator:
         self._rule_weight, self._judge_weight = rule_weight, judge_weight
 
     def run(self, prompts: Sequence[tuple[int, Prompt]], sampling: Sampling, *, draw: int) -> list[Sample]:
-        """Responses to this rank's prompts, scored. Collective over the world where there is a reward model.
+        """Responses to this rank's prompts, scored. Collective over the world.
 
         Args:
             prompts: (group, prompt): the group is the prompt's place among those of all ranks.
@@ -84,7 +91,9 @@ class Generator:
                 rollout_logprobs=response.logprobs,
                 finish_reason=str(response.finish_reason),
                 weight_version=response.weight_version,
+                weight_versions=[list(span) for span in response.weight_versions],
                 response_text=self._chat.decode(response.token_ids),
+                routed_experts=response.routed_experts,
             )
             for response in self.engine.generate(requests)
         )
@@ -116,9 +125,11 @@ class Generator:
         return {} if self._rewards is None else self._rewards.metrics()
 
     def close(self) -> None:
-        """Ends the graders' processes."""
+        """Ends the processes of graders and engine."""
         if self._rewards is not None:
             self._rewards.close()
+        if self.engine is not None:
+            self.engine.close()
 
     def _request(self, group: int, prompt: Prompt, sampling: Sampling, draw: int) -> Request:
         seed = numpy.random.SeedSequence([self._seed % 2**64, draw, group]).generate_state(1, numpy.uint64)

@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megarl import platform
-from megarl.config import ConfigError, RunConfig
+from megarl.config import RunConfig
 from megarl.data.chat import ChatTokenizer
 from megarl.parallel.groups import Groups
 from megarl.rewards.manager import RewardManager, RewardSource
-from megarl.rollout.engine import Engine
+from megarl.rollout.sglang.options import EngineSettings
+from megarl.rollout.sglang_engine import make_sglang_engine
 from megarl.rollout.transformers_engine import TransformersEngine
+from megarl.trainers.engine_keeper import EngineKeeper
 from megarl.trainers.generation import Generator, Sampling
 from megarl.trainers.judge import Judge
 
@@ -36,7 +38,7 @@ def build_generator(
         generates: whether an engine is needed; it has no weights yet.
     """
     return Generator(
-        _make_engine(config) if generates else None,
+        _make_engine(config, groups) if generates else None,
         graders,
         chat,
         seed=config.trainer.seed,
@@ -70,11 +72,27 @@ def evaluation_sampling(config: RunConfig) -> Sampling:
     )
 
 
-def _make_engine(config: RunConfig) -> Engine:
-    if config.rollout.engine not in ("transformers", "dataset"):
-        raise ConfigError(f"rollout.engine {config.rollout.engine} cannot be run by this version; use transformers")
-    return TransformersEngine(
-        Path(config.model.path),
-        dtype=platform.parse_dtype(config.model.dtype),
-        max_num_seqs=config.rollout.max_num_seqs,
+def _make_engine(config: RunConfig, groups: Groups) -> EngineKeeper:
+    rollout = config.rollout
+    returns_experts = config.actor.router_replay.mode == "R3"
+    if rollout.engine != "sglang":
+        return EngineKeeper(
+            TransformersEngine(
+                Path(config.model.path),
+                dtype=platform.parse_dtype(config.model.dtype),
+                max_num_seqs=rollout.max_num_seqs,
+                return_routed_experts=returns_experts,
+            )
+        )
+    settings = EngineSettings(
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        max_tokens=config.data.max_prompt_length + config.data.max_response_length,
+        max_num_seqs=rollout.max_num_seqs,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        seed=config.trainer.seed,
+        return_routed_experts=returns_experts,
+        options=rollout.sglang,
     )
+    engine = make_sglang_engine(settings, groups.rank, rollout.tensor_model_parallel_size)
+    return EngineKeeper(engine, sleeps=rollout.free_cache_engine, max_restarts=rollout.max_engine_restarts)

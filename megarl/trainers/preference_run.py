@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megarl.algorithms.preference import preference_loss
 from megarl.config import ConfigError, RunConfig
+from megarl.observe.sinks import run_name
 from megarl.parallel.groups import Groups
 from megarl.trainers.finish import EXPORT_NAME
 from megarl.trainers.kept import model_checksum
@@ -88,7 +89,11 @@ def _config_of_round(config: RunConfig, folder: Path, start: Path) -> RunConfig:
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, path=str(start)),
-        trainer=dataclasses.replace(config.trainer, default_local_dir=str(folder)),
+        trainer=dataclasses.replace(
+            config.trainer,
+            default_local_dir=str(folder),
+            experiment_name=f"{run_name(config)}-{folder.name}",
+        ),
     )
 
 

@@ -6,6 +6,7 @@ PPO arXiv:1707.06347, GRPO arXiv:2402.03300; docs/algorithms.md says what else t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -28,6 +29,8 @@ from megarl.trainers.prepare import (
 )
 from megarl.trainers.rl_parts import RLParts
 from megarl.trainers.sync import sync_weights
+from megarl.trainers.update_watch import UpdateWatch
+from megarl.weights.bucket_stream import Traffic
 
 
 class RLTrainer:
@@ -37,6 +40,7 @@ class RLTrainer:
         self.parts = parts
         self.config = parts.config
         self.groups = parts.groups
+        self.watch = UpdateWatch(parts.guards, parts.groups)
 
     def train_step(self, step: int, prompts: Sequence[Prompt]) -> dict[str, float]:
         """One step on a global batch of prompts, which is the same list on every rank; gives its metrics."""
@@ -44,6 +48,8 @@ class RLTrainer:
         with timers("step"):
             with timers("gen"):
                 collected = parts.collector.collect(step, prompts)
+                if parts.generator.engine is not None:
+                    parts.generator.engine.sleep()
             with timers("exchange"):
                 table = self.share(collected.samples, collected.groups)
                 by_row = row_advantages(self.config, table) if parts.needs.row_advantages else None
@@ -57,12 +63,13 @@ class RLTrainer:
                 self.add_values(value_batches)
             with timers("adv"):
                 by_token = self.prepare(table, batches, value_batches)
+            self.watch.begin_step(rl_metrics.table_metrics(parts, table))
             with timers("update_critic"):
                 critic_results = self.update_critic(value_batches)
             with timers("update_actor"):
                 results = self.update_actor(batches) if step > self.config.trainer.critic_warmup else []
             with timers("sync"):
-                synced_bytes = self.sync() if results else 0
+                traffic = self.sync(changed=bool(results))
         times = timers.flush()
         outcome = rl_metrics.StepOutcome(
             table=table,
@@ -71,7 +78,7 @@ class RLTrainer:
             by_token=by_token,
             results=results,
             critic_results=critic_results,
-            synced_bytes=synced_bytes,
+            traffic=traffic,
         )
         metrics = rl_metrics.step_metrics(parts, outcome)
         if parts.kl_controller is not None:
@@ -103,7 +110,7 @@ class RLTrainer:
         everything = [
             [place for batch in assigned for place in batch[rank].places] for rank in range(self.groups.layout.dp)
         ]
-        held = move(samples, table, everything, self.groups)
+        held = move(samples, table, everything, self.groups, self.parts.routed)
         mine = self.groups.dp.rank()
         return [
             self._mini_batch([held[place] for place in batch[mine].places], batch, whole, table, by_row)
@@ -145,7 +152,10 @@ class RLTrainer:
         if self.parts.critic is not None:
             numbers[WEIGHTS_OF_VALUES] = weigh(self.config.critic.loss_agg_mode)
         return make_mini_batch(
-            [_row(sample, {name: column[sample.place] for name, column in numbers.items()}) for sample in samples],
+            [
+                _row(sample, {name: column[sample.place] for name, column in numbers.items()}, self.parts.mixtures)
+                for sample in samples
+            ],
             (MASK, ROLLOUT, *numbers),
             self.groups,
             max_tokens=actor.max_tokens_per_micro_batch,
@@ -164,7 +174,13 @@ class RLTrainer:
         """Log-probs before the update, unless nothing needs them before it: then they are those of its own pass."""
         if len(batches) * self.config.actor.ppo_epochs > 1 or self.parts.needs.old_logprobs:
             for batch in batches:
-                add_logprobs(self.parts.actor.model, batch, OLD, self.config.rollout.temperature)
+                add_logprobs(
+                    self.parts.actor.model,
+                    batch,
+                    OLD,
+                    self.config.rollout.temperature,
+                    replay_mode=self.config.actor.router_replay.mode,
+                )
 
     def add_reference_logprobs(self, batches: list[MiniBatch]) -> None:
         """Log-probs of the reference model, where there is one."""
@@ -201,7 +217,8 @@ class RLTrainer:
         for _ in range(self.config.critic.ppo_epochs):
             for batch in batches:
                 self.parts.critic_schedule.step(1)
-                results.append(update_critic(critic, batch, self.config.critic))
+                veto = self.watch.veto("critic/grad_norm", partial(rl_metrics.add_update_of_critic, self.parts))
+                results.append(update_critic(critic, batch, self.config.critic, veto=veto))
         return results
 
     def update_actor(self, batches: list[MiniBatch]) -> list[StepResult]:
@@ -210,28 +227,32 @@ class RLTrainer:
         for _ in range(self.config.actor.ppo_epochs):
             for batch in batches:
                 self.parts.schedule.step(1)
-                results.append(
-                    update_policy(self.parts.actor, batch, self.config.actor, self.config.rollout.temperature)
-                )
+                veto = self.watch.veto("actor/grad_norm", partial(rl_metrics.add_update_of_actor, self.parts, batch))
+                temperature = self.config.rollout.temperature
+                results.append(update_policy(self.parts.actor, batch, self.config.actor, temperature, veto=veto))
         self.parts.optimizer_steps += len(results)
         return results
 
-    def sync(self) -> int:
-        """The new weights to this rank's engine, where there is one; returns the bytes it received."""
+    def sync(self, *, changed: bool = True) -> Traffic | None:
+        """The new weights to this rank's engine, where there is one; returns what this rank moved.
+
+        Args:
+            changed: whether there are new ones; an engine that slept needs weights in any case.
+        """
         engine = self.parts.generator.engine
-        if engine is None:
-            return 0
-        return sync_weights(
-            self.parts.actor.model,
-            self.parts.export_plan,
-            engine,
-            self.parts.optimizer_steps,
-            check=self.config.rollout.check_weight_sync,
-        )
+        if engine is None or not (changed or engine.is_asleep):
+            return None
+        parts, check = self.parts, self.config.rollout.check_weight_sync
+        return engine.sync(lambda awake: sync_weights(parts.weights, awake, parts.optimizer_steps, check=check))
 
 
-def _row(sample: TrainingSample, numbers: dict[str, torch.Tensor]) -> Row:
-    """A sample with its per-token columns; `numbers` are the same for each of its tokens."""
+def _row(sample: TrainingSample, numbers: dict[str, torch.Tensor], mixtures: list[int]) -> Row:
+    """A sample with its per-token columns.
+
+    Args:
+        numbers: the same for each of its tokens.
+        mixtures: those of this rank, of which experts are replayed.
+    """
     mask = sample.response_mask
     columns = {MASK: mask, ROLLOUT: sample.rollout_logprobs}
     columns |= {name: mask * number for name, number in numbers.items()}
@@ -239,4 +260,5 @@ def _row(sample: TrainingSample, numbers: dict[str, torch.Tensor]) -> Row:
         token_ids=sample.token_ids,
         first_target=sample.prompt_length,
         columns={name: at_predicting_positions(column, sample.prompt_length) for name, column in columns.items()},
+        routed_experts=None if sample.routed_experts is None else sample.routed_experts[:, mixtures],
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from megarl.trainers.minibatch import MiniBatch
 from megarl.trainers.policy import MASK, OLD, POLICY_METRICS, ROLLOUT, UNREJECTED
 from megarl.trainers.prepare import TokenAdvantages, explained_variance
 from megarl.trainers.token_rows import TokenRows
+from megarl.trainers.update_watch import Add
+from megarl.weights.bucket_stream import Traffic
 
 if TYPE_CHECKING:
     from megarl.trainers.rl_parts import RLParts
@@ -65,6 +68,8 @@ KINDS: dict[str, Kind] = {
     f"{_GAP}logprob_diff_max": "max",
     "batch/padding_fraction": "mean",
     "sync/bytes": "sum",
+    "sync/received_bytes": "max",
+    "sync/buckets": "max",
     "reward/scored": "sum",
     "reward/failed": "sum",
     **dict.fromkeys((f"reward/failed/{kind}" for kind in FailureKind), "sum"),
@@ -85,7 +90,8 @@ class StepOutcome:
     results: list[StepResult]
     """The actor's updates; none while the critic warms up."""
     critic_results: list[StepResult]
-    synced_bytes: int
+    traffic: Traffic | None
+    """Of the sync on this rank; None: there was none."""
 
 
 def step_metrics(parts: RLParts, outcome: StepOutcome) -> dict[str, float]:
@@ -105,7 +111,10 @@ def step_metrics(parts: RLParts, outcome: StepOutcome) -> dict[str, float]:
         for mini_batch in outcome.batches:
             padding = mini_batch.padded_tokens - mini_batch.real_tokens
             sums.add("batch/padding_fraction", padding, count=mini_batch.padded_tokens)
-    sums.add("sync/bytes", outcome.synced_bytes)
+    if outcome.traffic is not None:
+        sums.add("sync/bytes", outcome.traffic.taken)
+        sums.add("sync/received_bytes", outcome.traffic.received)
+        sums.add("sync/buckets", outcome.traffic.buckets)
     for name, value in parts.generator.metrics().items():
         sums.add(name, value)
     reduced = sums.reduce(groups.world)
@@ -113,7 +122,8 @@ def step_metrics(parts: RLParts, outcome: StepOutcome) -> dict[str, float]:
     corr = {name: reduced.pop(name) for name in list(reduced) if name.startswith(_GAP)}
     return {
         **_finished_gap(corr, parts.correction),
-        **_table_metrics(parts, outcome.table),
+        **_summary("critic/rewards", outcome.table.score),
+        **table_metrics(parts, outcome.table),
         **reduced,
         **group_metrics,
         **({} if outcome.by_row is None else _row_advantage_metrics(outcome.table, outcome.by_row)),
@@ -121,7 +131,13 @@ def step_metrics(parts: RLParts, outcome: StepOutcome) -> dict[str, float]:
         **({} if parts.critic is None else _optimizer_metrics("critic", parts.critic, outcome.critic_results)),
         **({} if parts.kl_controller is None else {"critic/kl_coeff": parts.kl_controller.beta}),
         "batch/imbalance": _imbalance(outcome.batches),
+        **parts.actor.router_metrics(),
+        **_of_critic({} if parts.critic is None else parts.critic.router_metrics()),
     }
+
+
+def _of_critic(metrics: dict[str, float]) -> dict[str, float]:
+    return {f"critic/{name}": value for name, value in metrics.items()}
 
 
 def reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -162,16 +178,44 @@ def performance_metrics(parts: RLParts, outcome: StepOutcome, seconds: float) ->
     )
 
 
+def add_update_of_actor(parts: RLParts, mini_batch: MiniBatch, add: Add, outputs: Sequence[dict[str, Any]]) -> None:
+    """What the guards may ask about an update of the actor: its own metrics, and the gap between engine and trainer."""
+    groups = parts.groups
+    if groups.is_last_stage and groups.tp.rank() == 0:
+        _add_policy_losses(parts, add, updates=1)
+        _add_outputs(add, outputs)
+        for batch, output in zip(mini_batch.batches, outputs, strict=True):
+            valid = batch.columns[MASK].bool()
+            gap = (output[OLD] - batch.columns[ROLLOUT])[valid].abs()
+            if not gap.isnan().any():
+                add("rollout_corr/logprob_diff_mean", gap.double().sum(), gap.numel())
+
+
+def add_update_of_critic(parts: RLParts, add: Add, outputs: Sequence[dict[str, Any]]) -> None:
+    """What the guards may ask about an update of the critic."""
+    if parts.groups.is_last_stage and parts.groups.tp.rank() == 0:
+        _add_outputs(add, outputs)
+
+
 def _add_updates(parts: RLParts, outcome: StepOutcome) -> None:
-    sums, groups = parts.metrics, parts.groups
-    losses = [name for name in _POLICY_LOSSES if name != "actor/kl_loss" or parts.config.actor.use_kl_loss]
-    if groups.dp.rank() == 0 and groups.cp.rank() == 0 and outcome.results:
-        for name in losses:  # each is a sum of shares; what it is a mean over are optimizer steps
-            sums.add(name, 0.0, count=len(outcome.results))
+    if outcome.results:
+        _add_policy_losses(parts, parts.metrics.add, updates=len(outcome.results))
     for result in (*outcome.results, *outcome.critic_results):
-        for output in result.outputs:
-            for name, share in output["sums"].items():
-                sums.add(name, share, count=0 if name in losses else output["tokens"])
+        _add_outputs(parts.metrics.add, result.outputs)
+
+
+def _add_policy_losses(parts: RLParts, add: Add, *, updates: int) -> None:
+    """Of losses, the outputs hold shares that sum up to the mini-batch's: what they are means over are updates."""
+    if parts.groups.dp.rank() == 0 and parts.groups.cp.rank() == 0:
+        for name in _POLICY_LOSSES:
+            if name != "actor/kl_loss" or parts.config.actor.use_kl_loss:
+                add(name, 0.0, updates)
+
+
+def _add_outputs(add: Add, outputs: Sequence[dict[str, Any]]) -> None:
+    for output in outputs:
+        for name, share in output["sums"].items():
+            add(name, share, 0 if name in _POLICY_LOSSES else output["tokens"])
 
 
 def _add_token_advantages(sums: MetricSums, found: TokenAdvantages | None, explained: float | None) -> None:
@@ -235,7 +279,7 @@ def _finished_gap(reduced: dict[str, float], options: RolloutCorrectionOptions) 
 def _optimizer_metrics(name: str, model: TrainableModel, results: Sequence[StepResult]) -> dict[str, float]:
     if not results:
         return {}
-    finite = [result.grad_norm for result in results if result.updated]
+    finite = [result.grad_norm for result in results if math.isfinite(result.grad_norm)]
     return {
         f"{name}/grad_norm": float(numpy.mean(finite)) if finite else float("nan"),
         f"{name}/skipped_updates": float(len(results) - len(finite)),
@@ -243,11 +287,11 @@ def _optimizer_metrics(name: str, model: TrainableModel, results: Sequence[StepR
     }
 
 
-def _table_metrics(parts: RLParts, table: SampleTable) -> dict[str, float]:
+def table_metrics(parts: RLParts, table: SampleTable) -> dict[str, float]:
+    """What is known before any pass, the same on every rank."""
     limit = parts.config.data.max_prompt_length
     return {
         **_summary("critic/score", table.score),
-        **_summary("critic/rewards", table.score),
         **_summary("response_length", table.response_length),
         "response_length/clip_ratio": float(table.cut_off.mean()),
         **_summary("prompt_length", table.prompt_length),

@@ -13,13 +13,16 @@ from megarl.algorithms.policy_loss import policy_loss
 from megarl.algorithms.rollout_correction import RolloutCorrectionOptions
 from megarl.checkpoint.training import SavedModel
 from megarl.config import ConfigError, ModelShape, RunConfig
+from megarl.config.guard_rules import guard_rules
 from megarl.data.chat import ChatTokenizer, load_chat_tokenizer
 from megarl.data.prompts import PromptDataset
 from megarl.data.responses import OfflineResponses
 from megarl.data.sampler import PromptSampler
 from megarl.models.build import MegatronModel, Role
+from megarl.models.router_replay import mixtures_of_rank
 from megarl.models.train import TrainableModel, learning_rate_schedule
 from megarl.observe import MetricSums, ModelFlops, Timers, measure_peak_tflops
+from megarl.observe.guards import Guards
 from megarl.parallel.groups import Groups
 from megarl.trainers.collect import Collector
 from megarl.trainers.generation import Generator, Sampling
@@ -31,9 +34,11 @@ from megarl.trainers.generation_setup import (
 )
 from megarl.trainers.prepare import correction_options
 from megarl.trainers.rl_metrics import KINDS
+from megarl.trainers.routed_experts import RoutedShape
 from megarl.trainers.setup import check_same_tokens, load_model, load_plugins_of, make_trainable
 from megarl.trainers.state import Stateful
-from megarl.weights.export_hf import ExportPlan, plan_export
+from megarl.trainers.sync import plan_sync
+from megarl.weights.bucket_stream import BucketStream
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,9 +63,15 @@ class RLParts:
     """The critic's."""
     kl_controller: KLController | None
     """Where the reward is lowered by a KL penalty."""
+    guards: Guards
     correction: RolloutCorrectionOptions
     needs: StepNeeds
-    export_plan: ExportPlan
+    routed: RoutedShape | None
+    """Where experts that the engine chose are replayed."""
+    mixtures: list[int]
+    """Of the actor, those of this rank."""
+    weights: BucketStream
+    """Of the actor, to the engines."""
     generator: Generator
     collector: Collector
     sampling: Sampling
@@ -92,6 +103,7 @@ class RLParts:
         found: dict[str, Stateful | None] = {
             "critic_schedule": self.critic_schedule,
             "kl_controller": self.kl_controller,
+            "guards": self.guards,
             "collector": self.collector if self.collector.has_state else None,
         }
         return {name: other for name, other in found.items() if other is not None}
@@ -136,7 +148,9 @@ class StepNeeds:
         corrects = correction.rollout_is != "none" or correction.rollout_rs != "none"
         row_advantages = estimator.row_level and not algorithm.use_kl_in_reward
         # What else moves the weights, or looks at the tokens of all samples.
-        whole = actor.use_kl_loss or actor.entropy_coeff or loss.needs_selection
+        model = config.model
+        routers = model.moe_aux_loss_coeff or model.moe_z_loss_coeff or model.moe_router_bias_update_rate
+        whole = actor.use_kl_loss or actor.entropy_coeff or loss.needs_selection or routers
         return cls(
             row_advantages=row_advantages,
             skips_zero_advantage=row_advantages and actor.skip_zero_advantage and not whole and not corrects,
@@ -216,12 +230,21 @@ def build_rl_parts(config: RunConfig, groups: Groups) -> RLParts:
             schedule=schedule_of(actor, config.optim, config.actor.ppo_epochs),
             critic_schedule=critic and schedule_of(critic, config.critic.optim, config.critic.ppo_epochs),
             kl_controller=_kl_controller(config),
+            guards=Guards(guard_rules(config), config.guard),
             correction=correction_options(config.algorithm.rollout_correction),
             needs=needs,
-            export_plan=plan_export(actor.model),
+            routed=RoutedShape.of(config, shape),
+            mixtures=mixtures_of_rank(actor.model),
+            weights=plan_sync(actor.model, config.rollout),
             generator=generator,
             collector=Collector(
-                config, groups, generator, sampling, lambda: train_data.prompts(sampler.next_batch()), offline
+                config,
+                groups,
+                generator,
+                sampling,
+                lambda: train_data.prompts(sampler.next_batch()),
+                offline,
+                RoutedShape.of(config, shape),
             ),
             sampling=sampling,
             val_sampling=evaluation_sampling(config),

@@ -6,14 +6,15 @@ import dataclasses
 from pathlib import Path
 
 from megarl.config import RunConfig
-from megarl.observe import Tracker
+from megarl.observe import StepProfiler, Tracker
 from megarl.parallel.groups import Groups
 from megarl.trainers.evaluation import evaluate
 from megarl.trainers.finish import export_final
-from megarl.trainers.guard import GradientGuard
+from megarl.trainers.guard import ActingGuards
+from megarl.trainers.preemption import Preempted, agreed_request, stop_before_first_step
 from megarl.trainers.rl import RLTrainer
 from megarl.trainers.rl_parts import RLParts, build_rl_parts
-from megarl.trainers.state import is_due, resume, save
+from megarl.trainers.state import RunCheckpoints, is_due
 
 
 def run_rl(config: RunConfig, groups: Groups) -> None:
@@ -21,18 +22,25 @@ def run_rl(config: RunConfig, groups: Groups) -> None:
 
     Raises:
         ConfigError: anything that a person has to put right.
-        RuntimeError: a sync that changed a tensor, or gradients that stay NaN.
+        Preempted: somebody asked the run to stop.
+        RuntimeError: a sync that changed a tensor.
     """
     parts = build_rl_parts(config, groups)
     try:
-        start = resume(parts, parts.others, parts.further_models)
+        checkpoints = RunCheckpoints(parts, parts.others, parts.further_models)
+        start = checkpoints.resume()
         with _tracker(parts, start) as tracker:
             _describe(parts, tracker, start)
+            checkpoints.report_to(tracker.text)
             trainer = RLTrainer(parts)
             trainer.sync()
             if config.trainer.val_before_train and start == 0:
                 tracker.log(0, run_evaluation(parts, 0))
-            _steps(trainer, tracker, start)
+            guards = _acting_guards(trainer, tracker, checkpoints, start)
+            _steps(trainer, tracker, checkpoints, guards, start)
+            checkpoints.finish()
+            if summary := guards.summary():
+                tracker.text(summary)
             if config.checkpoint.export_hf:
                 tracker.text(f"exported to {export_final(parts.actor.model, config)}")
                 for name, saved in parts.further_models.items():
@@ -44,28 +52,45 @@ def run_rl(config: RunConfig, groups: Groups) -> None:
         parts.close()
 
 
-def _steps(trainer: RLTrainer, tracker: Tracker, start: int) -> None:
+def _acting_guards(trainer: RLTrainer, tracker: Tracker, checkpoints: RunCheckpoints, start: int) -> ActingGuards:
+    parts = trainer.parts
+    return ActingGuards(
+        parts.guards,
+        trainer.watch,
+        parts.config,
+        schedules=[schedule for schedule in (parts.schedule, parts.critic_schedule) if schedule is not None],
+        sampler=parts.sampler,
+        checkpoints=checkpoints,
+        after_rollback=trainer.sync,
+        tell=tracker.text,
+        start=start,
+    )
+
+
+def _steps(trainer: RLTrainer, tracker: Tracker, checkpoints: RunCheckpoints, guards: ActingGuards, start: int) -> None:
     parts, config = trainer.parts, trainer.config.trainer
-    guard, warned = GradientGuard("the rewards of these steps"), False
-    for step in range(start + 1, parts.total_steps + 1):
-        metrics = trainer.train_step(step, parts.train_data.prompts(parts.sampler.next_batch()))
-        skipped = any(metrics.get(f"{name}/skipped_updates") for name in ("actor", "critic"))
-        guard.after_step(step, skipped=skipped)
-        if metrics["response_length/clip_ratio"] == 1.0 and not warned:
-            warned = True
-            tracker.text(
-                f"warning: step {step}: every response was cut off at data.max_response_length "
-                f"{parts.config.data.max_response_length}, so none has its ending; raise it, or see whether the model "
-                "ever writes its end token."
-            )
+    profiler = StepProfiler(parts.config, parts.groups.rank)
+    stop_before_first_step(start)
+    step = start
+    while step < parts.total_steps:
+        step += 1
+        checkpoints.poll()
+        with profiler.step(step):
+            metrics = trainer.train_step(step, parts.train_data.prompts(parts.sampler.next_batch()))
         is_last = step == parts.total_steps
         if is_due(step, config.test_freq, is_last):
             metrics |= run_evaluation(parts, step)
-        if is_due(step, config.save_freq, is_last):
-            with parts.timers("save_checkpoint"):
-                save(parts, step, parts.others, parts.further_models)
         metrics["training/epoch"] = parts.sampler.epoch
-        tracker.log(step, metrics | parts.timers.flush())
+        verdict = guards.after_step(step, metrics)
+        request = agreed_request()
+        if verdict.may_save and (is_due(step, config.save_freq, is_last) or request):
+            with parts.timers("save_checkpoint"):
+                checkpoints.save(step, metrics, protected=guards.protected(step), wait=bool(request))
+        tracker.log(step, metrics | verdict.metrics | parts.timers.flush())
+        verdict.check()
+        step = verdict.step
+        if request and step < parts.total_steps:
+            raise Preempted(step, request)
 
 
 def run_evaluation(parts: RLParts, step: int) -> dict[str, float]:
@@ -87,10 +112,8 @@ def run_evaluation(parts: RLParts, step: int) -> dict[str, float]:
 
 
 def _tracker(parts: RLParts, start: int) -> Tracker:
-    config = parts.config.trainer
     return Tracker(
-        config.logger,
-        config.default_local_dir,
+        parts.config,
         parts.groups.rank == 0,
         parts.total_steps,
         {"grpo": "GRPO", "gae": "PPO"}.get(parts.config.algorithm.adv_estimator, "RL"),

@@ -26,11 +26,12 @@ from megarl.data.sampler import PromptSampler
 from megarl.data.win_rates import WIN_RATE_KEYS
 from megarl.parallel.groups import Groups
 from megarl.rewards.outcome import SCORE
+from megarl.rollout.engine import Engine
 from megarl.trainers.generation import Generator, share_of
 from megarl.trainers.generation_setup import build_generator, build_graders, training_sampling
 from megarl.trainers.setup import load_model
-from megarl.trainers.sync import sync_weights
-from megarl.weights.export_hf import plan_export
+from megarl.trainers.sync import plan_sync, sync_weights
+from megarl.weights.bucket_stream import Traffic
 from megarl.weights.together import raise_together
 
 PAIRS_NAME = "pairs.parquet"
@@ -89,6 +90,7 @@ def generate_pairs(config: RunConfig, groups: Groups, number: int, folder: Path)
     data = (Demonstrations if imitates else PromptDataset)(config.data.train_files, chat, config.data)
     indices = _prompts_of_round(config, len(data), number)
     graders = build_graders(config, data.sources) if isinstance(data, PromptDataset) else None
+    generator = None
     try:
         generator = build_generator(config, groups, chat, graders, generates=True)
         _load_engine(config, groups, generator)
@@ -98,7 +100,9 @@ def generate_pairs(config: RunConfig, groups: Groups, number: int, folder: Path)
                 response = data.responses([index])[0] if isinstance(data, Demonstrations) else None
                 add_pair(found, samples, config, response)
     finally:
-        if graders is not None:
+        if generator is not None:
+            generator.close()
+        elif graders is not None:
             graders.close()
     problem = _too_few(found, config, number) if groups.rank == 0 else None
     raise_together(problem)
@@ -212,8 +216,13 @@ def _prompts_of_round(config: RunConfig, size: int, number: int) -> Sequence[int
 def _load_engine(config: RunConfig, groups: Groups, generator: Generator) -> None:
     """Gives the engine the weights of `model.path`, sharded here and no longer than this takes. Collective."""
     assert generator.engine is not None
-    policy = load_model(config, groups)
-    sync_weights(policy, plan_export(policy), generator.engine, 0, check=config.rollout.check_weight_sync)
+    check = config.rollout.check_weight_sync
+
+    def give(engine: Engine) -> Traffic:
+        policy = load_model(config, groups)
+        return sync_weights(plan_sync(policy, config.rollout), engine, 0, check=check)
+
+    generator.engine.sync(give)
 
 
 def _answers(
@@ -225,12 +234,13 @@ def _answers(
     number: int,
 ) -> Iterator[tuple[Sequence[int], list[list[Sample]]]]:
     """Batches of prompts by number, with the answers to each, on rank 0; nothing on the others. Collective."""
+    assert generator.engine is not None
     sampling, world = training_sampling(config), groups.layout.world_size
     if isinstance(data, Demonstrations):
         sampling = dataclasses.replace(sampling, n=1)
     for start in range(0, len(indices), _PROMPTS_AT_ONCE):
         batch = indices[start : start + _PROMPTS_AT_ONCE]
-        share = share_of(len(batch), world, groups.rank)
+        share = share_of(len(batch), world, groups.rank, generator.engine.size)
         prompts = list(zip(share, data.prompts([batch[place] for place in share]), strict=True))
         draw = number * _BATCHES_PER_ROUND + start // _PROMPTS_AT_ONCE
         samples = generator.run(prompts, sampling, draw=draw)

@@ -11,6 +11,7 @@ from megarl.config.schema_learning import OptimConfig
 from megarl.data.chat import ChatTokenizer, load_chat_tokenizer
 from megarl.models.bridge import read_hf_config
 from megarl.models.build import MegatronModel, Role, build_model, config_overrides
+from megarl.models.router_losses import RouterLossWeights
 from megarl.models.train import TrainableModel, optimizer_config
 from megarl.parallel.groups import Groups
 from megarl.weights.load_hf import load_hf
@@ -89,6 +90,7 @@ def make_trainable(model: MegatronModel, config: RunConfig, optim: OptimConfig |
         ),
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
+        router_losses=RouterLossWeights(aux_loss=config.model.moe_aux_loss_coeff, z_loss=config.model.moe_z_loss_coeff),
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,19 +15,23 @@ import torch.distributed as dist
 
 from megarl import platform
 from megarl.config import ModelShape, RunConfig
+from megarl.config.guard_rules import guard_rules
 from megarl.data.sampler import PromptSampler
 from megarl.models.pipeline import OutputFunction, run_pipeline
 from megarl.models.train import TrainableModel, learning_rate_schedule
-from megarl.observe import MetricSums, ModelFlops, Timers, Tracker, measure_peak_tflops
+from megarl.observe import MetricSums, ModelFlops, StepProfiler, Timers, Tracker, measure_peak_tflops
 from megarl.observe.flops import performance
+from megarl.observe.guards import Guards
 from megarl.observe.reduce import Kind
 from megarl.parallel.balance import partition, sequence_flops
 from megarl.parallel.groups import Groups
 from megarl.trainers.early_stopping import EarlyStopping
 from megarl.trainers.finish import export_final
-from megarl.trainers.guard import GradientGuard
+from megarl.trainers.guard import ActingGuards
 from megarl.trainers.minibatch import MiniBatch, Row, make_mini_batch
-from megarl.trainers.state import Stateful, is_due, resume, save
+from megarl.trainers.preemption import Preempted, agreed_request, stop_before_first_step
+from megarl.trainers.state import RunCheckpoints, Stateful, is_due
+from megarl.trainers.update_watch import Add, UpdateWatch
 
 
 class Dataset(Protocol):
@@ -104,6 +110,7 @@ class SupervisedParts:
     schedule: Any
     """Megatron-Core's learning-rate scheduler."""
     early_stopping: EarlyStopping | None
+    guards: Guards
     timers: Timers
     metrics: MetricSums
     total_steps: int
@@ -117,7 +124,8 @@ class SupervisedParts:
     @property
     def others(self) -> Mapping[str, Stateful]:
         """What checkpoints cover beside it."""
-        return {} if self.early_stopping is None else {"early_stopping": self.early_stopping}
+        found: dict[str, Stateful | None] = {"early_stopping": self.early_stopping, "guards": self.guards}
+        return {name: other for name, other in found.items() if other is not None}
 
 
 class SupervisedTrainer:
@@ -127,14 +135,10 @@ class SupervisedTrainer:
         self.parts = parts
         self.config = parts.config
         self.groups = parts.groups
-        self._guard = GradientGuard("the data")
+        self.watch = UpdateWatch(parts.guards, parts.groups)
 
     def train_step(self, indices: Sequence[int]) -> dict[str, float]:
-        """One optimizer step on a global batch of rows, the same numbers on every rank.
-
-        Raises:
-            RuntimeError: the gradient has not been finite for `guard.MAX_SKIPPED_STEPS` steps.
-        """
+        """One optimizer step on a global batch of rows, the same numbers on every rank."""
         parts = self.parts
         with parts.timers("step"):
             examples = parts.task.examples(parts.task.train_data, indices)
@@ -142,10 +146,14 @@ class SupervisedTrainer:
             parts.task.begin_batch(parts.task.train_data, indices, parts.model)
             parts.schedule.step(1)
             total = sum(example.weight for example in examples)
-            result = parts.model.step(mini_batch.batches, parts.task.output_function(parts.model, total))
+            self.watch.begin_step()
+            result = parts.model.step(
+                mini_batch.batches,
+                parts.task.output_function(parts.model, total),
+                veto=self.watch.veto("train/grad_norm", partial(self._record, "train")),
+            )
             parts.optimizer_steps += 1
-        self._guard.after_step(parts.optimizer_steps, skipped=not result.updated)
-        self._record("train", result.outputs)
+        self._record("train", parts.metrics.add, result.outputs)
         if self._records_sums and self.groups.is_first_stage:
             padding = mini_batch.padded_tokens - mini_batch.real_tokens
             parts.metrics.add("batch/padding_fraction", padding, count=mini_batch.padded_tokens)
@@ -153,6 +161,8 @@ class SupervisedTrainer:
             **parts.metrics.reduce(self.groups.world),
             "train/grad_norm": result.grad_norm,
             "train/lr": float(parts.model.optimizer.param_groups[0]["lr"]),
+            "train/skipped_updates": float(not math.isfinite(result.grad_norm)),
+            **parts.model.router_metrics(),
         }
 
     def evaluate(self) -> dict[str, float]:
@@ -167,7 +177,8 @@ class SupervisedTrainer:
                 batches = self.pack(parts.task.examples(data, rows)).batches
                 parts.task.begin_batch(data, rows, parts.model)
                 output_function = parts.task.output_function(parts.model, 1.0)
-                self._record("val", run_pipeline(parts.model.model, batches, output_function, forward_only=True))
+                outputs = run_pipeline(parts.model.model, batches, output_function, forward_only=True)
+                self._record("val", parts.metrics.add, outputs)
             more = parts.task.held_out_metrics(parts.model)
         return parts.metrics.reduce(self.groups.world) | more
 
@@ -190,12 +201,12 @@ class SupervisedTrainer:
         """Whether this rank is the one of its tensor-parallel group that records sums."""
         return self.groups.tp.rank() == 0
 
-    def _record(self, stage: str, outputs: Sequence[dict[str, Any]]) -> None:
+    def _record(self, stage: str, add: Add, outputs: Sequence[dict[str, Any]]) -> None:
         if self._records_sums:
             for output in outputs:
                 counts = output.get("counts", {})
                 for name, value in output["sums"].items():
-                    self.parts.metrics.add(f"{stage}/{name}", value, count=counts.get(name, output["count"]))
+                    add(f"{stage}/{name}", value, counts.get(name, output["count"]))
 
 
 def run_supervised(config: RunConfig, groups: Groups, task: Task, model: TrainableModel) -> None:
@@ -203,14 +214,14 @@ def run_supervised(config: RunConfig, groups: Groups, task: Task, model: Trainab
 
     Raises:
         ConfigError: anything that a person has to put right.
-        RuntimeError: gradients that stay NaN.
+        Preempted: somebody asked the run to stop.
     """
     parts = _build_parts(config, groups, task, model)
-    start = resume(parts, parts.others)
+    checkpoints = RunCheckpoints(parts, parts.others)
+    start = checkpoints.resume()
     settings = config.trainer
     with Tracker(
-        settings.logger,
-        settings.default_local_dir,
+        config,
         groups.rank == 0,
         parts.total_steps,
         task.title,
@@ -222,26 +233,56 @@ def run_supervised(config: RunConfig, groups: Groups, task: Task, model: Trainab
                 tracker.text(data.description())
         for note in task.notes:
             tracker.text(note)
+        checkpoints.report_to(tracker.text)
         trainer = SupervisedTrainer(parts)
         if settings.val_before_train and not start:
             tracker.log(0, _evaluate(trainer, 0))
-        _steps(trainer, tracker, start)
+        guards = _acting_guards(trainer, tracker, checkpoints, start)
+        _steps(trainer, tracker, checkpoints, guards, start)
+        checkpoints.finish()
+        if summary := guards.summary():
+            tracker.text(summary)
         if parts.early_stopping is not None:
             tracker.text(parts.early_stopping.description())
+            if config.checkpoint.export_hf and parts.early_stopping.best_step is not None:
+                tracker.text(_load_best(checkpoints, parts.early_stopping.best_step))
         if config.checkpoint.export_hf:
             tracker.text(f"exported to {export_final(model.model, config)}")
     dist.barrier()
 
 
-def _steps(trainer: SupervisedTrainer, tracker: Tracker, start: int) -> None:
+def _acting_guards(
+    trainer: SupervisedTrainer, tracker: Tracker, checkpoints: RunCheckpoints, start: int
+) -> ActingGuards:
+    parts = trainer.parts
+    return ActingGuards(
+        parts.guards,
+        trainer.watch,
+        parts.config,
+        schedules=[parts.schedule],
+        sampler=parts.sampler,
+        checkpoints=checkpoints,
+        after_rollback=lambda: None,
+        tell=tracker.text,
+        start=start,
+    )
+
+
+def _steps(
+    trainer: SupervisedTrainer, tracker: Tracker, checkpoints: RunCheckpoints, guards: ActingGuards, start: int
+) -> None:
     parts, settings = trainer.parts, trainer.config.trainer
     peak = trainer.config.observe.peak_tflops or measure_peak_tflops(parts.model.model.dtype)
     flops = ModelFlops(shape=parts.shape)
-    for step in range(start + 1, parts.total_steps + 1):
-        if _is_over(parts):
-            return
+    profiler = StepProfiler(parts.config, parts.groups.rank)
+    stop_before_first_step(start)
+    step = start
+    while step < parts.total_steps and not _is_over(parts):
+        step += 1
+        checkpoints.poll()
         rows = parts.sampler.next_batch()
-        metrics = trainer.train_step(rows)
+        with profiler.step(step):
+            metrics = trainer.train_step(rows)
         times = parts.timers.flush()
         lengths = parts.task.train_data.lengths[rows].ravel().tolist()
         metrics |= performance(
@@ -253,10 +294,34 @@ def _steps(trainer: SupervisedTrainer, tracker: Tracker, start: int) -> None:
         )
         if is_due(step, settings.test_freq, step == parts.total_steps):
             metrics |= _evaluate(trainer, step)
-        if is_due(step, settings.save_freq, step == parts.total_steps or _is_over(parts)):
+        is_last = step == parts.total_steps or _is_over(parts)
+        metrics["training/epoch"] = parts.sampler.epoch
+        verdict = guards.after_step(step, {**metrics, **times})
+        request = agreed_request()
+        if verdict.may_save and (is_due(step, settings.save_freq, is_last) or request):
+            protected = [*_best_steps(parts), *guards.protected(step)]
             with parts.timers("save_checkpoint"):
-                save(parts, step, parts.others)
-        tracker.log(step, {**metrics, **times, **parts.timers.flush(), "training/epoch": parts.sampler.epoch})
+                checkpoints.save(step, metrics, protected=protected, wait=bool(request))
+        tracker.log(step, {**metrics, **times, **verdict.metrics, **parts.timers.flush()})
+        verdict.check()
+        step = verdict.step
+        if request and step < parts.total_steps and not _is_over(parts):
+            raise Preempted(step, request)
+
+
+def _best_steps(parts: SupervisedParts) -> tuple[int, ...]:
+    """The step whose checkpoint early stopping would export."""
+    best = None if parts.early_stopping is None else parts.early_stopping.best_step
+    return () if best is None else (best,)
+
+
+def _load_best(checkpoints: RunCheckpoints, step: int) -> str:
+    """The model as it was after the step that early stopping found best, if that can be had; says which it is now."""
+    if checkpoints.load_weights_of(step):
+        return f"early stopping: the weights that are exported are those of step {step}."
+    why = f"step {step} has no checkpoint; with trainer.save_freq equal to trainer.test_freq it would" if step else ""
+    why = why or "no step was better than model.path"
+    return f"warning: early stopping: the weights that are exported are those of the last step, since {why}."
 
 
 def _is_over(parts: SupervisedParts) -> bool:
@@ -285,6 +350,7 @@ def _build_parts(config: RunConfig, groups: Groups, task: Task, model: Trainable
         model=model,
         schedule=learning_rate_schedule(model.optimizer, config.optim, total_steps),
         early_stopping=EarlyStopping.of(config.trainer),
+        guards=Guards(guard_rules(config), config.guard),
         timers=Timers(),
         metrics=MetricSums({**kinds, "batch/padding_fraction": "mean"}, platform.current().device),
         total_steps=total_steps,

@@ -15,11 +15,16 @@ over the tensor.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from megarl.weights.boxes import Box
+
+_MODULUS = 2**64
+_WORD_BYTES = torch.int32.itemsize
 _G = 0x1E3779B97F4A7C15
 _WORDS = 1 << 16
 """Words of a block; a block and its factors stay in a core's cache."""
@@ -32,35 +37,71 @@ def checksum(tensor: Tensor) -> int:
 
     Shape and dtype are not in it, but for the number of bytes.
     """
-    words = _words(tensor)
-    factors = _powers(_G, _WORDS, words.device)
+    return (_polynomial(_words(tensor.detach().contiguous().view(-1))) + tensor.nbytes) % _MODULUS
+
+
+def box_checksum(values: Tensor, box: Box, shape: Sequence[int]) -> int:
+    """What one box contributes to the checksum of a whole tensor: the sum over boxes that make it up, modulo 2^64.
+
+    So the ranks that share a tensor find its checksum together, each from what it holds.
+
+    Args:
+        values: of the box.
+        shape: of the whole tensor; the box is whole in all of its dimensions but the first, or but the last.
+    """
+    row = math.prod(shape[1:])
+    if all(bounds == (0, length) for bounds, length in zip(box[1:], shape[1:], strict=True)):
+        runs, starts = values.detach().reshape(1, -1), [box[0][0] * row]
+    else:
+        runs = values.detach().reshape(-1, values.shape[-1])
+        starts = [place * shape[-1] + box[-1][0] for place in range(*box[0])]
+    to_words = lambda elements: elements * values.itemsize // _WORD_BYTES
+    per_word = max(_WORD_BYTES // values.itemsize, 1)
+    if len(starts) > 1 and not any(number % per_word for number in (starts[0], shape[-1], runs.shape[1])):
+        total = _rows(runs.contiguous().view(torch.int32), to_words(starts[0]), to_words(shape[-1]))
+    else:
+        total = 0
+        for run, start in zip(runs, starts, strict=True):
+            lead = start % per_word  # elements of a word that begins before the run
+            words = _words(torch.cat([run.new_zeros(lead), run]) if lead else run)
+            total += _polynomial(words) * pow(_G, to_words(start - lead), _MODULUS)
+    return (total + values.nbytes) % _MODULUS
+
+
+def _polynomial(words: Tensor) -> int:
+    """Σ xᵢ·g^(i+1) of [words] int32."""
     full = words.numel() // _WORDS * _WORDS
-    at_once = _BLOCKS_AT_ONCE[words.device.type]
-    # One buffer for all products: memory fresh from the system in each round would cost more than the arithmetic.
-    products = torch.empty(at_once if full else 0, _WORDS, dtype=torch.int64, device=words.device)
-    sums = [
-        torch.mul(part, factors, out=products[: len(part)]).sum(dim=1)
-        for part in words[:full].view(-1, _WORDS).split(at_once)
-        if len(part)
-    ]
+    total = _rows(words[:full].view(-1, _WORDS), 0, _WORDS) if full else 0
     rest = words[full:]
-    sums.append((rest * factors[: rest.numel()]).sum().view(1))
-    all_sums = torch.cat(sums).cpu()
-    # The first block's sum is multiplied by 1, the next by g^65536, and so on.
-    block_factors = torch.full_like(all_sums, int(factors[-1]))
-    block_factors[0] = 1
-    total = int((all_sums * block_factors.cumprod(0)).sum())
-    return (total + tensor.nbytes) % 2**64
+    last = int((rest * _powers(_G, _WORDS, words.device)[: rest.numel()]).sum())
+    return total + last * pow(_G, full, _MODULUS)
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """The bits as [words] int32, the last word filled up with zeros."""
-    flat = tensor.detach().contiguous().view(-1)
-    size = torch.int32.itemsize
-    odd_bytes = -flat.nbytes % size
+def _rows(words: Tensor, start: int, pitch: int) -> int:
+    """Σ x[r, c]·g^(start + r·pitch + c + 1) of [rows, columns] int32."""
+    columns = words.shape[1]
+    factors = _powers(_G, max(columns, _WORDS), words.device)[:columns]
+    at_once = max(_BLOCKS_AT_ONCE[words.device.type] * _WORDS // columns, 1)
+    # One buffer for all products: memory fresh from the system in each round would cost more than the arithmetic.
+    products = torch.empty(min(at_once, len(words)), columns, dtype=torch.int64, device=words.device)
+    sums = [torch.mul(part, factors, out=products[: len(part)]).sum(dim=1) for part in words.split(at_once)]
+    row_sums = torch.cat(sums).cpu()
+    row_factors = torch.full_like(row_sums, _signed(pow(_G, pitch, _MODULUS)))
+    row_factors[0] = _signed(pow(_G, start, _MODULUS))
+    return int((row_sums * row_factors.cumprod(0)).sum())
+
+
+def _signed(number: int) -> int:
+    """The int64 that has the same bits."""
+    return number - _MODULUS if number >= _MODULUS // 2 else number
+
+
+def _words(flat: Tensor) -> Tensor:
+    """The bits of [elements] as [words] int32, the last word filled up with zeros."""
+    odd_bytes = -flat.nbytes % _WORD_BYTES
     if odd_bytes:
         flat = torch.cat([flat.view(torch.uint8), flat.new_zeros(odd_bytes, dtype=torch.uint8)])
-    elif flat.storage_offset() * flat.itemsize % size:
+    elif flat.storage_offset() * flat.itemsize % _WORD_BYTES:
         flat = flat.clone()  # torch views memory as wider words only from an aligned offset
     return flat.view(torch.int32)
 
@@ -69,23 +110,3 @@ def _words(tensor: Tensor) -> Tensor:
 def _powers(base: int, count: int, device: torch.device) -> Tensor:
     """base¹ … base^count modulo 2^64, [count] int64."""
     return torch.full((count,), base, dtype=torch.int64).cumprod(0).to(device)
-
-
-def with_checksums(
-    tensors: Iterable[tuple[str, Tensor]], checksums: dict[str, int], dtype_of: Callable[[str], torch.dtype]
-) -> Iterator[tuple[str, Tensor]]:
-    """Passes a stream of weights on, cast as the engine holds them, and notes the checksum of each on the way.
-
-    Args:
-        checksums: is filled as the stream is read.
-        dtype_of: `Engine.weight_dtype`.
-    """
-    for name, tensor in tensors:
-        cast = tensor.to(dtype_of(name))
-        checksums[name] = checksum(cast)
-        yield name, cast
-
-
-def mismatches(sent: Mapping[str, int], held: Mapping[str, int]) -> list[str]:
-    """Names of the tensors that two sides do not hold alike, those that only one side has among them; sorted."""
-    return sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))

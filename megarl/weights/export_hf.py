@@ -1,28 +1,19 @@
-"""Streams a model's weights as whole Hugging Face tensors, and writes them as a Hugging Face folder."""
+"""Streams a model's weights as whole Hugging Face tensors."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_MAPPING_NAMES,
-)
 
 from megarl import platform
-from megarl.models.build import MegatronModel, Role
-from megarl.models.scores import scoring_pad_token_id
+from megarl.models.build import MegatronModel
 from megarl.weights.boxes import Box, box_index
-from megarl.weights.pieces import Piece, Shard, model_shards, pieces_by_tensor, uncovered
-from megarl.weights.safetensors_io import SafetensorsWriter, TensorInfo
-from megarl.weights.together import SharedOutcome
+from megarl.weights.geometry import Piece, uncovered
+from megarl.weights.pieces import Shard, model_shards, pieces_by_tensor
+from megarl.weights.safetensors_io import TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,120 +153,3 @@ def _move(
 def _natural_key(name: str) -> tuple:
     """Sorts layer 10 after layer 9, as the files of most models are."""
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split("."))
-
-
-HF_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""What travels beside the weights and config.json: tokenizer, chat template, generation settings."""
-
-_BATCH_BYTES = 2**30
-"""How much the other ranks may still send after rank 0 could not write: they are told in between."""
-
-_CLASSES = {
-    Role.CRITIC: MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    Role.REWARD: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-}
-"""transformers' class for each `model_type`."""
-
-
-def save_hf(
-    model: MegatronModel,
-    folder: str | Path,
-    *,
-    source_folder: str | Path,
-    progress: Callable[[int], None] | None = None,
-    on_tensor: Callable[[str, torch.Tensor], None] | None = None,
-) -> None:
-    """Writes the model as a Hugging Face folder. Collective over the world; rank 0 writes.
-
-    Args:
-        folder: an existing, empty folder. The caller makes it appear under its final name afterwards.
-        source_folder: where config.json and the tokenizer are copied from.
-        progress: is told the bytes that were written since the last call.
-        on_tensor: is shown each tensor on rank 0 as it is written, for checksums.
-
-    Raises:
-        ConfigError: on every rank; rank 0 cannot write (disk full, no permission).
-    """
-    plan = plan_export(model)
-    outcome = SharedOutcome()
-    writer: SafetensorsWriter | None = None
-    with outcome.attempt(folder):
-        if dist.get_rank() == 0:
-            copy_hf_files(source_folder, folder)
-            _write_config(model, Path(source_folder), Path(folder))
-            writer = SafetensorsWriter(folder, plan.tensors)
-    outcome.check()
-    for names in _batches(plan.tensors):
-        for name, tensor in export_hf(model, plan, names=names, to_rank=0):
-            if outcome.problem is not None:
-                continue  # the others still send
-            with outcome.attempt(folder):
-                writer.write(name, tensor)  # type: ignore[union-attr]
-            if on_tensor is not None:
-                on_tensor(name, tensor)
-            if progress is not None:
-                progress(tensor.nbytes)
-        outcome.check()
-    with outcome.attempt(folder):
-        if writer is not None:
-            writer.finish()
-    outcome.check()
-
-
-def _batches(tensors: Mapping[str, TensorInfo]) -> Iterator[list[str]]:
-    """Names in batches of at most `_BATCH_BYTES`, or of one tensor."""
-    batch: list[str] = []
-    size = 0
-    for name, info in tensors.items():
-        if batch and size + info.num_bytes > _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(name)
-        size += info.num_bytes
-    if batch:
-        yield batch
-
-
-def copy_hf_files(source: str | Path, target: str | Path) -> list[str]:
-    """Copies the files of `HF_FILES` that `source` has; returns their names."""
-    copied = [name for name in HF_FILES if (Path(source) / name).exists()]
-    for name in copied:
-        shutil.copyfile(Path(source) / name, Path(target) / name)
-    return copied
-
-
-def _write_config(model: MegatronModel, source: Path, target: Path) -> None:
-    """config.json as it was, but for what the model no longer is: its dtype and, with a scalar head, its class; 8-bit
-    weights and layers of multi-token prediction, which are not loaded.
-
-    The file's own text is the base, not a config object: transformers would fill in and rename keys.
-    """
-    config = json.loads((source / "config.json").read_text())
-    dtype_key = "dtype" if "dtype" in config else "torch_dtype"
-    config[dtype_key] = str(model.dtype).removeprefix("torch.")
-    config.pop("quantization_config", None)
-    if config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0
-    if model.role is not Role.CAUSAL_LM:
-        family = model.hf_config.model_type
-        # glm4_moe has no classifiers in transformers; its folder loads there as the bare model, and here whole.
-        config["architectures"] = [_CLASSES[model.role].get(family) or MODEL_MAPPING_NAMES[family]]
-        config["num_labels"] = 1
-        config["id2label"] = {"0": "LABEL_0"}
-        config["label2id"] = {"LABEL_0": 0}
-        # A critic has a bias, which is what transformers takes an absent key for.
-        config.pop("token_classification_bias", None)
-    if model.role is Role.REWARD:
-        config["pad_token_id"] = scoring_pad_token_id(source)
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

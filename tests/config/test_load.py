@@ -99,7 +99,7 @@ def test_every_example_has_only_known_keys(path):
         ("actor_rollout_ref.rollout.temperature", "did you mean 'rollout.temperature'?"),
         ("algorithm.norm_adv_by_std_in_grpo", "did you mean 'algorithm.norm_adv_by_std'?"),
         ("rollout.val_kwargs.tempreature", "did you mean 'rollout.val_kwargs.temperature'?"),
-        ("checkpoint.zzz", "'checkpoint' has export_hf."),
+        ("checkpoint.zzz", "'checkpoint' has export_hf, export_hf_on_save, async_save, verify, "),
         ("zzz", "the sections are data, model, parallel"),
     ],
 )

@@ -65,6 +65,22 @@ ONE_MISTAKE = {
         1,
         ["model.moe_router_bias_update_rate is 0.001", "a llama model has no expert bias", "glm4_moe, deepseek_v3"],
     ),
+    "an auxiliary loss of a dense model": (
+        ["model.moe_aux_loss_coeff=0.001"],
+        1,
+        ["model.moe_aux_loss_coeff is 0.001", "a llama model has no routers"],
+    ),
+    "a z-loss of a dense model": (["model.moe_z_loss_coeff=0.1"], 1, ["model.moe_z_loss_coeff is 0.1", "no routers"]),
+    "router replay of a dense model": (
+        ["actor.router_replay.mode=R2"],
+        1,
+        ["actor.router_replay.mode is R2", "a llama model has no experts", "disabled"],
+    ),
+    "router replay of a mode that there is not": (
+        ["actor.router_replay.mode=R4"],
+        1,
+        ["actor.router_replay.mode is 'R4'", "disabled, R2, R3"],
+    ),
     "rows do not divide": (["trainer.kind=sft"], 7, ["data.train_batch_size: 24 rows", "21 and 28"]),
     "a sample above the token budget": (
         ["actor.max_tokens_per_micro_batch=1000"],
@@ -81,7 +97,26 @@ ONE_MISTAKE = {
     "layout against model": (["parallel.tensor_model_parallel_size=8"], 8, ["12 attention heads"]),
     "a group of one": (["rollout.n=1"], 1, ["algorithm.adv_estimator grpo", "at least 2"]),
     "a word that is none of the choices": (["actor.loss_agg_mode=mean"], 1, ["'mean'", "token-mean, token-sum"]),
-    "a list item that is none": (["trainer.logger=[console,wandb]"], 1, ["trainer.logger is 'wandb'"]),
+    "a list item that is none": (["trainer.logger=[console,tensorbord]"], 1, ["trainer.logger is 'tensorbord'"]),
+    "a trace of a rank that is not there": (
+        ["observe.profile.steps=[3]", "observe.profile.ranks=[0,2]"],
+        2,
+        ["observe.profile.ranks has 2", "the run has 2 rank(s)"],
+    ),
+    "a trace of a step that is not there": (
+        ["observe.profile.steps=[3,9]", "trainer.total_training_steps=5"],
+        1,
+        ["observe.profile.steps has 9", "trainer.total_training_steps is 5"],
+    ),
+    "a trace of step 0": (["observe.profile.steps=[0]"], 1, ["observe.profile.steps is 0", "at least 1"]),
+    "traces of no rank": (["observe.profile.steps=[3]", "observe.profile.ranks=[]"], 1, ["profile.ranks is empty"]),
+    "a port beyond the last": (["observe.prometheus_port=70000"], 1, ["prometheus_port is 70000", "at most 65535"]),
+    "a mode that wandb lacks": (
+        ["observe.wandb_mode=disabled"],
+        1,
+        ["observe.wandb_mode is 'disabled'", "online, offline"],
+    ),
+    "a project without a name": (["trainer.project_name=''"], 1, ["trainer.project_name is empty"]),
     "a number below": (["rollout.n=0"], 1, ["rollout.n is 0", "at least 1"]),
     "a number that is no number": (["optim.lr=.nan"], 1, ["optim.lr is nan", "a finite number"]),
     "a number without end": (["optim.lr=.inf"], 1, ["optim.lr is inf", "a finite number"]),
@@ -147,6 +182,18 @@ ONE_MISTAKE = {
     "evaluation of nothing": (["data.val_files=[]"], 1, ["trainer.val_before_train", "data.val_files is empty"]),
     "a checkpoint that is not asked for": (["trainer.resume_from_path=/"], 1, ["resume_mode is auto"]),
     "a checkpoint that is not named": (["trainer.resume_mode=path"], 1, ["resume_from_path is null"]),
+    "checkpoints to keep where none is deleted": (["checkpoint.keep_every=100"], 1, ["keep_last null deletes none"]),
+    "the best by no metric": (["checkpoint.keep_last=1", "checkpoint.keep_best=1"], 1, ["best_metric is null"]),
+    "the best by what is never measured": (
+        ["checkpoint.best_metric=val/loss", "trainer.test_freq=-1", "trainer.save_freq=4"],
+        1,
+        ["val/loss", "test_freq is -1"],
+    ),
+    "the best by what is measured at other steps": (
+        ["checkpoint.best_metric=val/loss", "trainer.test_freq=3", "trainer.save_freq=4"],
+        1,
+        ["every 3 steps", "every 4"],
+    ),
     "a model that is not there": (["model.path=nowhere"], 1, ["model.path nowhere", "not a folder"]),
     "no data": (["data.train_files=[]"], 1, ["data.train_files is empty"]),
     "data that is not there": (["data.train_files=nowhere.parquet"], 1, ["nowhere.parquet does not exist"]),
@@ -220,6 +267,13 @@ def test_a_replay_needs_no_training_files(run, tmp_path):
     assert run("data.train_files=[]", f"rollout.replay_dir={tmp_path}") == []
 
 
+def test_responses_of_a_dataset_come_without_the_experts_of_an_engine(run):
+    found = run("actor.router_replay.mode=R3", "rollout.engine=dataset")
+    assert any(
+        "R3" in problem and "rollout.engine dataset" in problem and "R2 or disabled" in problem for problem in found
+    )
+
+
 def test_rules_of_generation_do_not_bind_sft(run):
     assert run("trainer.kind=sft", "rollout.n=1", "actor.ppo_mini_batch_size=7") == []
 
@@ -252,3 +306,20 @@ def test_packages_are_asked_for_only_where_they_are_used(monkeypatch):
     assert "model.backend is te" in transformer_engine and "megarl[gpu]" in transformer_engine
     config.trainer.kind = "sft"
     assert missing_packages(config) == [transformer_engine]
+
+
+def test_a_tracker_asks_for_its_package_and_mlflow_for_its_server(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("megarl.config.validate"), "find_spec", lambda package: None)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = RunConfig()
+    config.trainer.logger = ["jsonl", "wandb", "mlflow", "prometheus"]
+    *packages, server = missing_packages(config)
+    for problem, package in zip(packages, ["wandb", "mlflow", "prometheus_client"], strict=True):
+        assert f"the package {package} is not installed" in problem
+        assert "megarl[trackers]" in problem
+    assert "trainer.logger names mlflow" in server and "observe.mlflow_tracking_uri" in server
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    assert missing_packages(config) == packages
+    config.observe.mlflow_tracking_uri = "http://127.0.0.1:5000"
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    assert missing_packages(config) == packages

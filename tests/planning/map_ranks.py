@@ -25,7 +25,8 @@ from megarl.config.layout import Layout
 from megarl.models.bridge import read_hf_config
 from megarl.models.build import Role, build_model
 from megarl.parallel.groups import build_groups
-from megarl.planning.simulated_ranks import architecture_tensors, held_by_ranks
+from megarl.planning.simulated_ranks import held_by_ranks
+from megarl.weights.architecture_tensors import architecture_tensors
 from megarl.weights.export_hf import plan_export
 
 

@@ -38,7 +38,8 @@ def test_the_summary_says_what_was_measured(output: Path) -> None:
     summary = json.loads((output / "summary.json").read_text())
     for name in ("accuracy_before", "accuracy_after", "sampled_before", "sampled_after"):
         assert 0 <= summary[name] <= 1, name
-    assert summary["settings"] == {"config": "configs/tiny_grpo.yaml", "seed": 3, "ranks": 1, "steps": STEPS}
+    settings = {"config": "configs/tiny_grpo.yaml", "seed": 3, "ranks": 1, "engine": "transformers", "steps": STEPS}
+    assert summary["settings"] == settings
     assert set(summary["seconds"]) == {"model", "data", "sft", "train"}
     assert {"megarl", "torch", "megatron-core", "transformers"} <= set(summary["versions"])
 

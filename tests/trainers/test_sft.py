@@ -182,4 +182,4 @@ def test_a_run_whose_gradient_stays_nan_ends_and_says_so(folder: Path) -> None:
     runs = {"broken run": [f"model.path={folder / 'broken'}", "trainer.total_training_steps=5"]}
     result = torchrun(1, PROGRAM, folder / "run.yaml", folder, json.dumps(runs), check=False)
     assert result.returncode != 0
-    assert "NaN or infinite in 3 steps in a row, the last is step 3" in result.stderr
+    assert "guard.nan ends the run at step 3: train/skipped_updates is 1, above 0, in 3 steps in a row" in result.stderr

@@ -20,11 +20,12 @@ from megarl.models.build import Role
 from megarl.weights.architecture_tensors import architecture_tensors
 from megarl.weights.bucket import aligned
 from megarl.weights.geometry import uncovered
-from megarl.weights.placement import Heads, PlacedTensor, own_problem, place_tensors, rank_places
+from megarl.weights.placement import Heads, own_problem, place_tensors, rank_places
 from megarl.weights.plan import EngineLayout, Step, WeightPlan
 from megarl.weights.replicas import ReplicaDomain, domain_count
 from tests.planning.model_configs import DEEPSEEK_V3, LLAMA_70B, QWEN3_32B, QWEN3_235B_A22B, write_model
 from tests.tiny_models import DENSE, MOE, hf_config
+from tests.weights.placed import heads, placed
 
 BUCKET_BYTES = 100_000
 """Several to a tiny model, and more than its largest tensor."""
@@ -54,20 +55,6 @@ class Case:
             bucket_bytes=self.bucket_bytes,
             ranks_per_node=self.ranks_per_node,
         )
-
-
-def heads(config: transformers.PretrainedConfig) -> Heads:
-    counts = (getattr(config, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
-    return Heads(
-        layers=config.num_hidden_layers,
-        query_heads=config.num_attention_heads,
-        key_value_groups=config.num_key_value_heads,
-        experts=next(filter(None, counts), 0),
-    )
-
-
-def placed(config: transformers.PretrainedConfig, layout: Layout) -> list[PlacedTensor]:
-    return place_tensors(architecture_tensors(config, Role.CAUSAL_LM), layout, heads(config), torch.bfloat16)
 
 
 DENSE_CASES = [

@@ -96,7 +96,7 @@ def test_each_byte_that_a_rank_lacks_travels_once(synced: dict) -> None:
 
 @pytest.fixture(scope="module")
 def told(models: Path) -> list[dict[str, str]]:
-    return run_ranks(faults, 2, models / "llama", {"pp": 2})
+    return run_ranks(faults, 2, models / "llama", {"pp": 2}, timeout=200)
 
 
 def test_a_wrong_byte_in_one_ranks_bucket_is_named_on_all_ranks(told: list[dict[str, str]]) -> None:
@@ -122,7 +122,7 @@ def test_the_sync_after_a_failed_one_serves_all(told: list[dict[str, str]]) -> N
 
 def test_a_byte_that_changes_between_two_ranks_is_caught_too(models: Path) -> None:
     """Checksums are of the parameters of the ranks that hold them, not of what came."""
-    sentences = run_ranks(wrong_sender, 2, models / "llama")
+    sentences = run_ranks(wrong_sender, 2, models / "llama", timeout=200)
     assert sentences[0] == sentences[1]
     assert "arrived changed" in sentences[0]
     assert sentences[0].endswith("(found by rank 0)")
@@ -133,6 +133,6 @@ def test_a_sync_takes_no_more_memory_than_two_buckets(layout: dict[str, int], tm
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 1000, "head_dim": 64}
     folder = make_hf_model("llama", tmp_path, **sizes)
     bucket_bytes, arithmetic = 3 * 2**20, 2 * 2**20  # what checksums take whatever the size of tensors
-    for found, moved in run_ranks(peak, 2, folder, layout, bucket_bytes):
+    for found, moved in run_ranks(peak, 2, folder, layout, bucket_bytes, timeout=200):
         assert moved > 5 * bucket_bytes
         assert bucket_bytes < found <= 2 * bucket_bytes + arithmetic

@@ -1,0 +1,161 @@
+"""An engine's server process, as its rank sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megarl.rollout.engine import EngineDied
+from megarl.rollout.sglang.messages import Abort, Answer, Call, Draw, Drawn, Refused
+
+_SERVER = "megarl.rollout.sglang.server"
+_LINES_SHOWN = 12
+"""Of what the process last wrote, in an error."""
+_NOISE = re.compile(r"py-?spy|coredump", re.IGNORECASE)
+"""What SGLang writes while it dies about tools that it looks for."""
+_END_TIMEOUT_S = 20.0
+
+
+class EngineProcess:
+    """Starts a server process and talks to it. One thread uses it, except for `abort`."""
+
+    def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        """Returns at once; `wait_until_ready` waits for the engine.
+
+        Args:
+            arguments: of SGLang's `Engine`; they are sent as JSON.
+            environment: that the process starts in, complete.
+        """
+        ours, theirs = socket.socketpair()
+        self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115  (closed with the process)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _SERVER, str(os.getpid()), str(theirs.fileno()), json.dumps(arguments)],
+                env=dict(environment),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C is the rank's to answer; with it in the same process group, SGLang would print its stacks.
+                start_new_session=True,
+            )
+        self._connection = Connection(ours.detach())
+        self._sending = threading.Lock()
+        self._calls = 0
+        self._drawn: deque[Drawn | Refused] = deque()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_ready(self) -> str | None:
+        """Waits for the engine; what kept it from starting, if anything did."""
+        try:
+            problem = self._receive_answer(0)
+        except EngineDied as error:
+            return str(error)
+        return None if problem is None else f"{problem}{self._last_lines()}"
+
+    def draw(self, draws: Sequence[Draw]) -> None:
+        """Asks for responses; `next_drawn` gives them as they finish."""
+        self._send(list(draws))
+
+    def next_drawn(self) -> Drawn | Refused:
+        """Waits for the next response.
+
+        Raises:
+            EngineDied: there will be none.
+        """
+        while not self._drawn:
+            self._receive()
+        return self._drawn.popleft()
+
+    def abort(self) -> None:
+        """Ends all responses soon. Any thread may call it."""
+        self._send([Abort()])
+
+    def call(self, method: str, **arguments: Any) -> str | None:
+        """Has the server do one thing (`server.Server`) and waits for it; what went wrong, if anything did.
+
+        Raises:
+            EngineDied: the process ended.
+        """
+        self._calls += 1
+        self._send([Call(number=self._calls, method=method, arguments=arguments)])
+        return self._receive_answer(self._calls)
+
+    def close(self) -> None:
+        """Ends the process and those that it started."""
+        self._connection.close()
+        # The closed connection is its sign to end in good order.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_END_TIMEOUT_S)
+        self._kill()
+        self._log.close()
+
+    def _send(self, messages: list[Any]) -> None:
+        try:
+            with self._sending:
+                self._connection.send(messages)
+        except OSError:
+            raise self._died() from None
+
+    def _receive(self) -> Answer | None:
+        """One message: a response is put by, an answer given back."""
+        try:
+            message = self._connection.recv()
+        except (EOFError, OSError):
+            raise self._died() from None
+        if isinstance(message, Answer):
+            return message
+        self._drawn.append(message)
+        return None
+
+    def _receive_answer(self, number: int) -> str | None:
+        while (answer := self._receive()) is None or answer.number != number:
+            pass
+        return answer.problem
+
+    def _died(self) -> EngineDied:
+        # The connection closes a moment before the process ends, and its log may be written to until then.
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        while self._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        code = self._process.poll()
+        self._kill()
+        match code:
+            case None:
+                how = "its server process closed the connection without ending"
+            case code if code < 0:
+                how = f"its server process was ended by {signal.Signals(-code).name}"
+            case _:
+                how = f"its server process ended with status {code}"
+        return EngineDied(f"{how}{self._last_lines()}")
+
+    def _kill(self) -> None:
+        """Ends what is left: the process is the leader of its session, so its process group is all its children."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _last_lines(self) -> str:
+        if self._log.closed:
+            return ""
+        self._log.seek(0)
+        text = self._log.read().decode(errors="replace")
+        lines = [line for line in text.splitlines() if line.strip() and not _NOISE.search(line)]
+        shown = "\n  ".join(lines[-_LINES_SHOWN:])
+        return f"; it last wrote:\n  {shown}" if shown else "; it wrote nothing"

@@ -1,0 +1,228 @@
+"""The program of an engine's server process: runs SGLang and does what its rank asks.
+
+    python -m megarl.rollout.sglang.server PARENT FD ARGUMENTS
+
+PARENT is the rank's process, FD the number of an inherited socket, ARGUMENTS the engine's as JSON. It ends
+when the socket's other end closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megarl.processes.parent import die_with_parent
+from megarl.rollout.sglang.messages import Abort, Answer, Call, Draw, Drawn, Refused
+
+_IDLE_TIMEOUT_S = 60.0
+"""How long the engine may need to notice that its last response is done."""
+
+
+class Server:
+    """Answers one rank. Its public coroutines are what `Call` can name."""
+
+    def __init__(self, engine: Any, connection: Connection) -> None:
+        self._engine = engine
+        self._manager = engine.tokenizer_manager
+        self._connection = connection
+        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # Messages
+
+    async def serve(self) -> None:
+        """Runs until the rank closes the connection."""
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[Any] = asyncio.Queue()
+        # Threads: a rank that does not read for a while must not hold up the loop, which feeds the schedulers.
+        threading.Thread(target=self._receive, args=(loop, arrived), daemon=True).start()
+        threading.Thread(target=self._send_all, daemon=True).start()
+        while (message := await arrived.get()) is not None:
+            match message:
+                case Draw():
+                    self._start(self._draw(message))
+                case Abort():
+                    self._manager.abort_request(abort_all=True)
+                case Call():
+                    self._start(self._call(message))
+
+    def _receive(self, loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[Any]) -> None:
+        while True:
+            try:
+                messages = self._connection.recv()
+            except (EOFError, OSError):
+                messages = [None]
+            for message in messages:
+                loop.call_soon_threadsafe(arrived.put_nowait, message)
+            if messages == [None]:
+                return
+
+    def _send_all(self) -> None:
+        while True:
+            try:
+                self._connection.send(self._outgoing.get())
+            except OSError:  # the rank is gone, which `_receive` notices too
+                return
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)  # the loop itself keeps no strong reference
+        task.add_done_callback(self._tasks.discard)
+
+    async def _call(self, call: Call) -> None:
+        try:
+            problem = await getattr(self, call.method)(**call.arguments)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        self._outgoing.put(Answer(number=call.number, problem=problem))
+
+    # Generation
+
+    async def _draw(self, draw: Draw) -> None:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request = GenerateReqInput(
+            input_ids=draw.prompt_ids,
+            sampling_params=draw.sampling,
+            return_logprob=True,
+            return_sampling_mask=draw.is_cut,
+            return_routed_experts=draw.routed_experts,
+        )
+        try:
+            result = await anext(self._manager.generate_request(request, None))
+        except Exception as error:
+            # SGLang wraps some of its refusals as HTTP errors, whose text is in `detail`.
+            reason = str(getattr(error, "detail", None) or error)
+            self._outgoing.put(Refused(key=draw.key, reason=reason))
+            return
+        self._outgoing.put(_drawn(draw, result))
+
+    # Weights
+
+    async def begin_weight_update(self) -> str | None:
+        """Opens an update."""
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+        return _problem(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+
+    async def update_weights(self, payloads: list[bytes], version: str) -> str | None:
+        """Takes one bucket: a payload for each scheduler process (`payload.Sender`)."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        from megarl.rollout.sglang.payload import LOAD_FORMAT
+
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=payloads,
+            load_format=LOAD_FORMAT,
+            flush_cache=False,  # once, at the end
+            weight_version=version,
+        )
+        return _problem(await self._manager.update_weights_from_tensor(request, None))
+
+    async def end_weight_update(self) -> str | None:
+        """Closes an update."""
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+        return _problem(await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
+
+    # Memory and pauses
+
+    async def flush(self, paused: bool) -> str | None:
+        """Waits until nothing runs, and drops the KV cache's contents; in a pause nothing runs, and much may wait."""
+        result = await self._manager.flush_cache(timeout_s=None if paused else _IDLE_TIMEOUT_S)
+        return (
+            None if result.success else f"the KV cache could not be flushed: {result.message or 'requests still run'}"
+        )
+
+    async def release(self, tags: list[str]) -> None:
+        """Gives memory back. SGLang kills itself if anything still runs, so `flush` comes first."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
+
+    async def resume(self, tags: list[str]) -> None:
+        """Takes memory again."""
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
+
+    async def pause(self, mode: str) -> None:
+        """Holds all responses where they are."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
+
+    async def go_on(self) -> None:
+        """Ends a pause."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self._manager.continue_generation(ContinueGenerationReqInput())
+
+
+def _problem(outcome: tuple[bool, str]) -> str | None:
+    # SGLang says what went wrong in its return value, and raises nothing.
+    success, message = outcome
+    return None if success else message
+
+
+def _drawn(draw: Draw, result: dict[str, Any]) -> Drawn:
+    meta = result["meta_info"]
+    tokens = list(result["output_ids"])
+    if draw.is_cut:
+        logprobs = list(meta.get("output_token_sampling_logprobs", ()))
+    else:
+        logprobs = [logprob for logprob, *_ in meta.get("output_token_logprobs", ())]
+    experts = meta.get("routed_experts")
+    return Drawn(
+        key=draw.key,
+        token_ids=tokens,
+        logprobs=logprobs,
+        finish_reason=meta["finish_reason"]["type"],
+        weight_versions=[(span["start"], span["version"]) for span in meta.get("weight_versions", ())],
+        routed_experts=None if experts is None else base64.b64decode(experts),
+    )
+
+
+def main(parent: int, fd: int, arguments: dict[str, Any]) -> None:
+    """Starts the engine, says whether that worked, and serves."""
+    # No engine outlives its rank, however that ends; SGLang's own processes do the same with this one.
+    die_with_parent(parent)
+    os.set_inheritable(fd, False)
+    connection = Connection(fd)
+    from sglang.srt.entrypoints.engine import Engine
+
+    from megarl.rollout.sglang.scheduler import run_scheduler_process
+
+    class HookedEngine(Engine):
+        run_scheduler_process_func: Callable[..., Any] = staticmethod(run_scheduler_process)
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
+            # Schedulers send token ids straight to this process (scheduler_components/ipc_channels.py:55), so the
+            # detokenizer would only cost half a GB and a third of the time to start.
+            return [], []
+
+    try:
+        engine = HookedEngine(**arguments)
+    except Exception as error:
+        connection.send(Answer(number=0, problem=f"{type(error).__name__}: {error}"))
+        raise
+    connection.send(Answer(number=0, problem=None))
+    if engine.tokenizer_manager is None:  # a further node of an engine: its first node has the requests
+        while connection.recv():
+            pass
+        return
+    engine.loop.run_until_complete(Server(engine, connection).serve())
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))

@@ -1,0 +1,111 @@
+"""Which checkpoint a run goes on at, and whether it can."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.checkpoint.file_list import damage_of
+from megarl.checkpoint.manifest import MANIFEST_NAME
+from megarl.checkpoint.retention import CHECKPOINTS_FOLDER, checkpoints_of
+from megarl.config import ConfigError, RunConfig
+from megarl.config.changes import FIXED, changes
+from megarl.weights.together import on_first_rank
+
+Tell = Callable[[str], None]
+"""Takes a line for people."""
+
+
+def check_writable(config: RunConfig) -> None:
+    """Tries to write where checkpoints will lie, before hours are spent on what cannot be saved.
+
+    Collective over the world.
+
+    Raises:
+        ConfigError: on every rank; it failed.
+    """
+    if config.trainer.save_freq <= 0:
+        return
+    folder = Path(config.trainer.default_local_dir, CHECKPOINTS_FOLDER)
+
+    def try_it() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            trial = folder / f".trial-{secrets.token_hex(4)}"
+            trial.write_bytes(b"trial")
+            trial.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoints cannot be written into {folder} ({error.strerror}): name another "
+                "trainer.default_local_dir, or set trainer.save_freq to -1."
+            ) from None
+
+    on_first_rank(try_it)
+
+
+def find_checkpoint(config: RunConfig, tell: Tell) -> Path | None:
+    """The checkpoint that `trainer.resume_mode` means, if there is one, looked through for damage.
+
+    With `auto` it is the newest that is whole, and those that are not are told. Collective over the world.
+
+    Raises:
+        ConfigError: on every rank; the one that is named is damaged, all are, or a newer megarl wrote it.
+    """
+    trainer, verify = config.trainer, config.checkpoint.verify
+    if trainer.resume_mode == "disable":
+        return None
+    if trainer.resume_mode == "path":
+        assert trainer.resume_from_path is not None  # validation has looked
+        folder = Path(trainer.resume_from_path)
+        problem = damage_of(folder, contents=verify)
+        if problem is not None:
+            raise ConfigError(f"{problem}; copy it again, or name another one.")
+        return folder
+    problems = []
+    # As rank 0 sees them: on a network's file system, ranks may see different ones for a while.
+    found = on_first_rank(lambda: list(checkpoints_of(trainer.default_local_dir).values()))
+    for folder in reversed(found):
+        problem = damage_of(folder, contents=verify)
+        if problem is None:
+            if problems:
+                tell(f"warning: {'; '.join(problems)}; going on at {folder}, the newest that is whole")
+            return folder
+        problems.append(problem)
+    if problems:
+        raise ConfigError(
+            f"{'; '.join(problems)}; none before is whole: copy it again, name another one with trainer.resume_mode "
+            "path, or begin anew with trainer.resume_mode disable."
+        )
+    return None
+
+
+def check_same_run(
+    folder: Path, record: Mapping[str, Any], config: RunConfig, models: Collection[str], tell: Tell
+) -> None:
+    """Tells what has changed in the config since a checkpoint. Collective over the world.
+
+    Args:
+        record: of the config that it was made with.
+        models: names of the run's further models.
+
+    Raises:
+        ConfigError: on every rank; something changed that the run cannot go on with.
+    """
+    changed = changes(record, config)
+    problems = [
+        f"{folder} was made with {change.key} {change.before}, but this run has {change.now}, and {FIXED[change.key]}"
+        for change in changed
+        if change.key in FIXED
+    ]
+    saved = on_first_rank(lambda: {path.parent.name for path in folder.glob(f"*/{MANIFEST_NAME}")})
+    problems += [f"{folder} has no {name}, which this run has" for name in models if name not in saved]
+    problems += [f"{folder} has a {name}, which this run lacks" for name in saved if name not in models]
+    if problems:
+        raise ConfigError(
+            f"{problems[0]}: restore what it was, or start another run (trainer.default_local_dir) from its weights "
+            "(model.path)."
+        )
+    for change in changed:
+        tell(f"changed since the checkpoint: {change}")
