@@ -4,49 +4,37 @@
   megarl.json, hf/, weights/   the model, as `weights` writes it: the conversion tools read a run's checkpoint too
   optimizer/                   float32 weights and moments (`optimizer_state`)
   critic/                      where there is one: the same of the critic
-  state.json                   step, sampler, learning-rate schedule, weight version
-  rng/rank-00003.pt            generators of each rank, restored where the world has as many ranks
+  state.json                   step, config, sampler, learning-rate schedule, weight version, controllers, buffers
+  rng/rank-00003.pt            generators of each rank (`generators`)
+  hf-export/                   with `checkpoint.export_hf_on_save`: the model as a Hugging Face folder
+  files.json                   every file with size and checksum (`file_list`)
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import pickle
-import random
-import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megarl.checkpoint.optimizer_state import read_optimizer, write_optimizer
+from megarl.checkpoint.dist_format import sharded_tensors
+from megarl.checkpoint.file_list import FileSum, write_file_list
+from megarl.checkpoint.generators import RNG_FOLDER, read_generators, write_generators
+from megarl.checkpoint.manifest import WEIGHTS_FOLDER
+from megarl.checkpoint.optimizer_state import read_optimizer, stage_optimizer
 from megarl.checkpoint.publish import publish
-from megarl.checkpoint.weights import load_weights, write_weights
+from megarl.checkpoint.staged import HostMemory, StagedWrite, stage
+from megarl.checkpoint.weights import describe_weights, load_weights
 from megarl.models.train import TrainableModel
-from megarl.weights.together import SharedOutcome, raise_together
+from megarl.weights.save_hf import save_hf
+from megarl.weights.together import SharedOutcome, file_problem, raise_together
 
-STATE_NAME, OPTIMIZER_FOLDER, RNG_FOLDER = "state.json", "optimizer", "rng"
-_STEP_NAME = re.compile(r"step-(\d{6,})")
-
-
-def checkpoint_folder(run: str | Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
-    return Path(run, "checkpoints", f"step-{step:06d}")
-
-
-def newest_checkpoint(run: str | Path) -> Path | None:
-    """The checkpoint of the latest step, if there is one. Unfinished ones have other names."""
-    found = {
-        int(match[1]): path
-        for path in Path(run, "checkpoints").glob("step-*")
-        if (match := _STEP_NAME.fullmatch(path.name))
-    }
-    return found[max(found)] if found else None
+STATE_NAME, OPTIMIZER_FOLDER, EXPORT_FOLDER = "state.json", "optimizer", "hf-export"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,99 +46,174 @@ class SavedModel:
     """The Hugging Face folder that it was made from, which gives config.json and tokenizer."""
 
 
-def save_training(model: SavedModel, folder: Path, state: dict[str, Any], others: Mapping[str, SavedModel]) -> None:
-    """Writes a checkpoint, which appears under its name when it is complete. Collective over the world.
+class CopyMemory:
+    """Host memory that a run's checkpoints are copied to, one after another."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, HostMemory] = {}
+
+    def of(self, part: str) -> HostMemory:
+        """That of one part of a checkpoint, by its place in it."""
+        return self._parts.setdefault(part, HostMemory())
+
+
+class CheckpointWrite:
+    """A checkpoint on its way to the disk. `begin_checkpoint` makes it, and `finish` publishes it."""
+
+    def __init__(
+        self, folder: Path, temporary: Path, cleanup: contextlib.ExitStack, staged: Sequence[StagedWrite], thread: bool
+    ) -> None:
+        self.folder = folder
+        self._temporary = temporary
+        self._cleanup = cleanup
+        """Removes the temporary folder where something fails, and publishes it where nothing does."""
+        self._staged = staged
+        self._problem: str | None = None
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True) if thread else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def is_written(self) -> bool:
+        """Whether this rank's bytes are on the disk, or have failed to get there."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Waits for the bytes of all ranks, and publishes the checkpoint. Collective over the world.
+
+        Raises:
+            ConfigError: on every rank; a rank could not write, and nothing is left behind.
+        """
+        with self._cleanup:
+            if self._thread is None:
+                self._write()
+            else:
+                self._thread.join()
+            if self._failure is not None:
+                raise self._failure
+            raise_together(self._problem)
+            self._describe()
+
+    def _write(self) -> None:
+        """This rank's bytes. What goes wrong is kept, since a thread has nobody to tell."""
+        try:
+            for staged in self._staged:
+                staged.write()
+        except OSError as error:
+            self._problem = file_problem(error, self._temporary)
+        except BaseException as error:
+            self._failure = error
+
+    def _describe(self) -> None:
+        """Rank 0 writes what is known only once all ranks have written."""
+        sums = {path: found for staged in self._staged for path, found in staged.sums().items()}
+        mine = ([staged.results for staged in self._staged], sums)
+        is_first = dist.get_rank() == 0
+        everyones: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+        dist.gather_object(mine, everyones)
+        outcome = SharedOutcome()
+        with outcome.attempt(self._temporary):
+            if everyones is not None:
+                for place, staged in enumerate(self._staged):
+                    staged.write_metadata([results[place] for results, _ in everyones])
+                known: dict[str, FileSum] = {
+                    str(path.relative_to(self._temporary)): found
+                    for _, found_sums in everyones
+                    for path, found in found_sums.items()
+                }
+                write_file_list(self._temporary, known)
+        outcome.check()
+
+
+def begin_checkpoint(
+    model: SavedModel,
+    folder: Path,
+    state: dict[str, Any],
+    others: Mapping[str, SavedModel],
+    *,
+    memory: CopyMemory | None,
+    export_hf: bool = False,
+) -> CheckpointWrite:
+    """Begins a checkpoint, which appears under its name when it is `finish`ed. Collective over the world.
 
     Args:
-        folder: of `checkpoint_folder`; must not exist.
+        folder: must not exist.
         state: JSON; the same on every rank.
         others: further models, each in a folder of its name.
+        memory: to copy the values to and write them from in a thread, so that training can go on and change them; one
+            checkpoint at a time. Without it they are written in `finish`, and nothing may change before.
+        export_hf: write each model as a Hugging Face folder too; always at once, since it takes all ranks.
 
     Raises:
         ConfigError: on every rank; it cannot be written.
     """
-    with publish(folder) as temporary:
-        outcome = SharedOutcome()
+    with contextlib.ExitStack() as cleanup:
+        temporary = cleanup.enter_context(publish(folder))
         places = {temporary: model, **{temporary / name: other for name, other in others.items()}}
-        with outcome.attempt(temporary):
-            if dist.get_rank() == 0:
-                for place in places:
-                    (place / OPTIMIZER_FOLDER).mkdir(parents=True)
-                (temporary / RNG_FOLDER).mkdir()
-                (temporary / STATE_NAME).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-        outcome.check()
+        _make_folders(temporary, places, state, export_hf)
+        staged = []
         for place, saved in places.items():
-            write_weights(saved.trainable.model, place, saved.source_hf)
-            write_optimizer(saved.trainable, place / OPTIMIZER_FOLDER)
+            describe_weights(saved.trainable.model, place, saved.source_hf)
+            of = lambda part, place=place: memory and memory.of(f"{place.relative_to(temporary)}/{part}")
+            weights = sharded_tensors(saved.trainable.model)
+            staged.append(stage(weights, place / WEIGHTS_FOLDER, of(WEIGHTS_FOLDER)))
+            staged.append(stage_optimizer(saved.trainable, place / OPTIMIZER_FOLDER, of(OPTIMIZER_FOLDER)))
+            if export_hf:
+                save_hf(saved.trainable.model, place / EXPORT_FOLDER, source_folder=saved.source_hf)
+        outcome = SharedOutcome()
         with outcome.attempt(temporary):
-            torch.save(_generators(), _rng_file(temporary))
+            write_generators(temporary)
         outcome.check()
+        return CheckpointWrite(folder, temporary, cleanup.pop_all(), staged, thread=memory is not None)
 
 
-def load_training(trainable: TrainableModel, folder: Path, others: Mapping[str, TrainableModel]) -> dict[str, Any]:
-    """Restores a checkpoint into models of any layout; returns its `state`. Collective over the world.
-
-    Generators are restored where the world has as many ranks as the one that saved; elsewhere they stay as seeded.
+def load_checkpoint(trainable: TrainableModel, folder: Path, others: Mapping[str, TrainableModel]) -> None:
+    """Restores models of any layout, and the generators where the world is as large. Collective over the world.
 
     Raises:
-        ConfigError: on every rank; not a training checkpoint, a damaged one, or one of another model.
+        ConfigError: on every rank; a damaged checkpoint, or one of another model.
     """
-    state = _read_state(folder)
-    missing = [name for name in others if not (folder / name).is_dir()]
-    raise_together(
-        f"{folder} has no {missing[0]}, which this run has: it is a checkpoint of another run." if missing else None
-    )
     for place, model in {folder: trainable, **{folder / name: other for name, other in others.items()}}.items():
         load_weights(model.model, place)
         read_optimizer(model, place / OPTIMIZER_FOLDER)
-    if len(list((folder / RNG_FOLDER).glob("rank-*.pt"))) == dist.get_world_size():
-        _restore_generators(_read_generators(_rng_file(folder)))
-    return state
+    read_generators(folder)
 
 
-def _read_state(folder: Path) -> dict[str, Any]:
-    """`state.json`. Collective over the world."""
+def read_state(folder: Path) -> dict[str, Any]:
+    """`state.json` of a checkpoint. Collective over the world.
+
+    Raises:
+        ConfigError: on every rank; it cannot be read.
+    """
     state, problem = {}, None
     try:
         state = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # ValueError: neither JSON nor text
         problem = (
-            f"{folder} is not a checkpoint of a run, or a damaged one: its {STATE_NAME} cannot be read ({error}); move "
-            "it away to go on at the checkpoint before, or name one with trainer.resume_mode path."
+            f"{folder} is not a checkpoint of a run, or a damaged one: its {STATE_NAME} cannot be read ({error}); name "
+            "another one with trainer.resume_mode path"
         )
     raise_together(problem)
     return state
 
 
-def _rng_file(folder: Path) -> Path:
-    return folder / RNG_FOLDER / f"rank-{dist.get_rank():05d}.pt"
+def peek_state(folder: Path) -> dict[str, Any]:
+    """`state.json` of a checkpoint, for what a run can do without: empty where it cannot be read. Not collective."""
+    with contextlib.suppress(OSError, ValueError):
+        state = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
+        if isinstance(state, dict):
+            return state
+    return {}
 
 
-def _generators() -> dict[str, Any]:
-    """Every generator of this process. Megatron-Core's tracker holds those of tensor parallelism."""
-    return {
-        "python": random.getstate(),
-        "numpy": numpy.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(),
-        "tracker": get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _read_generators(file: Path) -> dict[str, Any]:
-    """What `_generators` gave when the checkpoint was saved. Collective over the world."""
-    states, problem = {}, None
-    try:
-        states = torch.load(file, weights_only=False)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError):
-        problem = f"{file} cannot be read, it is incomplete or damaged; copy the checkpoint again, or use another one"
-    raise_together(problem)
-    return states
-
-
-def _restore_generators(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    numpy.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    torch.cuda.set_rng_state(states["cuda"])
-    get_cuda_rng_tracker().set_states(states["tracker"])
+def _make_folders(temporary: Path, places: Mapping[Path, SavedModel], state: dict[str, Any], export_hf: bool) -> None:
+    outcome = SharedOutcome()
+    with outcome.attempt(temporary):
+        if dist.get_rank() == 0:
+            for place in places:
+                (place / OPTIMIZER_FOLDER).mkdir(parents=True)
+                if export_hf:
+                    (place / EXPORT_FOLDER).mkdir()
+            (temporary / RNG_FOLDER).mkdir()
+            (temporary / STATE_NAME).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    outcome.check()
