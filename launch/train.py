@@ -9,13 +9,16 @@ import sys
 import textwrap
 
 from megarl.config import ConfigError, RunConfig, load_config, missing_packages, validate
-from megarl.config.show import config_sections, describe_run, key_help, to_yaml
+from megarl.config.show import config_sections, describe_run, key_help, print_text, to_yaml
+from megarl.processes.parent import die_with_parent
+from megarl.processes.stop_signals import listen
 
 EXIT_BAD_CONFIG = 2
 
 
 def main() -> int:
-    """Run the command line; returns the exit status: 0, or 2 where the config cannot run."""
+    """Run the command line; returns the exit status: 0, 2 where the config cannot run, 75 where the run was asked to
+    stop and goes on when it is started again."""
     arguments = parse_arguments()
     if arguments.help_config is not None:
         print_key_help(arguments.help_config)
@@ -32,6 +35,10 @@ def main() -> int:
     if arguments.check:
         print_check(config, arguments.world_size)
         return 0
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # A torchrun that is killed, rather than asked, would leave its ranks behind, with the memory of their GPUs.
+        die_with_parent()
+    listen(config.trainer.stop_grace_s)
     from megarl.trainers.run import run  # here, since it imports torch
 
     return run(config)
@@ -75,10 +82,7 @@ def parse_arguments() -> argparse.Namespace:
 def print_key_help(section_name: str) -> None:
     """Every key of one section, or of all where the name is empty."""
     text = "\n\n".join(key_help(section) for section in config_sections() if section_name in ("", section.name))
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # `| head` has read enough; Python would print a traceback when it closes stdout
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print_text(text)
 
 
 def print_check(config: RunConfig, world_size: int) -> None:
@@ -86,7 +90,7 @@ def print_check(config: RunConfig, world_size: int) -> None:
     if not is_first_rank():
         return
     facts = [describe_run(config, world_size), *missing_packages(config)]
-    print(to_yaml(config) + textwrap.indent("\n".join(facts), "# "))
+    print_text(to_yaml(config) + textwrap.indent("\n".join(facts), "# "))
 
 
 def refuse(problems: list[str]) -> int:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.launch import PATIENCE
+
 _GRACE_S = 10.0
 """How long the parent waits beyond the ranks' own timeout: a rank's clock starts after its imports."""
 
@@ -27,9 +29,10 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: with the traceback of the first rank that failed, also when it
-            waited `timeout` seconds in a collective; the others are terminated.
-        TimeoutError: ranks still ran after `timeout` seconds; each has printed its Python stack on stderr.
+            waited `timeout` · `PATIENCE` seconds in a collective; the others are terminated.
+        TimeoutError: ranks still ran after that time; each has printed its Python stack on stderr.
     """
+    timeout *= PATIENCE
     with tempfile.TemporaryDirectory(prefix="megarl-ranks-") as folder:
         deadline = time.monotonic() + timeout + _GRACE_S
         ranks = mp.start_processes(
@@ -52,7 +55,7 @@ def _rank_main(
 ) -> None:
     faulthandler.enable()
     faulthandler.dump_traceback_later(timeout)
-    torch.set_num_threads(max((os.cpu_count() or 1) // world_size, 1))
+    torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder, "store")), world_size)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=timeout)

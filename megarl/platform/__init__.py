@@ -8,7 +8,15 @@ Megatron-Core needs there (`megatron_cpu.py`). Nothing else in megarl asks which
 from megarl.platform import warnings_of_libraries as _warnings_of_libraries  # noqa: F401
 from megarl.platform.device import Platform, current
 from megarl.platform.dtypes import parse_dtype
-from megarl.platform.process_group import init_distributed, shutdown_distributed
+from megarl.platform.process_group import init_distributed, is_peer_failure, shutdown_distributed
 from megarl.platform.seeds import seed_everything
 
-__all__ = ["Platform", "current", "init_distributed", "parse_dtype", "seed_everything", "shutdown_distributed"]
+__all__ = [
+    "Platform",
+    "current",
+    "init_distributed",
+    "is_peer_failure",
+    "parse_dtype",
+    "seed_everything",
+    "shutdown_distributed",
+]

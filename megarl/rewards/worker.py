@@ -7,7 +7,6 @@ sees the socket close, or kills it.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import faulthandler
 import functools
 import os
@@ -16,6 +15,7 @@ import socket
 import sys
 from collections.abc import Callable
 
+from megarl.processes.parent import die_with_parent
 from megarl.rewards.custom import SetupError, is_async, load_function
 from megarl.rewards.graders import GRADERS, ScoreFunction
 from megarl.rewards.messages import HEADER_BYTES, Job, Ready, Reply, Setup, frame, payload_size, receive, unpack
@@ -24,17 +24,17 @@ from megarl.rewards.outcome import Failure, FailureKind, Outcome, read_rewards
 CONCURRENT_CALLS = 32
 """Calls of an async function that one worker has running; they usually wait for a server."""
 
-STACK_SIGNAL = signal.SIGUSR1
-"""Makes a worker write where it stands into its stacks file, even in the middle of C code."""
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+STACK_SIGNAL = signal.SIGUSR2
+"""Makes a worker write where it stands into its stacks file, even in the middle of C code. Not SIGUSR1, which a cluster
+sends to every process of a job (`processes.stop_signals`)."""
 
 FindFunction = Callable[[str | None], ScoreFunction]
 
 
 def main() -> None:
     socket_fd, stacks_fd, parent = map(int, sys.argv[1:])
-    _die_with(parent)
+    die_with_parent(parent)
+    _outlive_sigterm()
     for fd in (socket_fd, stacks_fd):  # a program that a reward function starts must not hold the socket open
         os.set_inheritable(fd, False)
     faulthandler.enable(stacks_fd)
@@ -56,13 +56,14 @@ def main() -> None:
         _serve(connection, find)
 
 
-def _die_with(parent: int) -> None:
-    """Lets the kernel kill this process when the trainer dies, even in an endless loop. Linux only: elsewhere a worker
-    ends once it is idle and finds its socket closed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
+def _outlive_sigterm() -> None:
+    """A cluster sends SIGTERM to every process of a job; the trainer then ends its step, for which it needs rewards.
+
+    What a reward function starts is not changed: a new program has no handlers, and a fork gets the default back, since
+    `multiprocessing` ends processes by SIGTERM.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def _functions(setup: Setup) -> FindFunction:

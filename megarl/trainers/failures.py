@@ -7,6 +7,8 @@ import traceback
 from dataclasses import replace
 from typing import NoReturn
 
+import torch.distributed as dist
+
 from megarl import platform
 from megarl.config import ConfigError, RunConfig
 from megarl.observe.failure import place_of
@@ -24,8 +26,9 @@ EXIT_INTERRUPTED = 130
 class Failures:
     """The failures of one rank, and its watch over the others."""
 
-    def __init__(self, config: RunConfig, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, config: RunConfig) -> None:
+        # Of the environment, since joining the others may fail too.
+        self.rank = int(os.environ.get("RANK", "0"))
         self._config = config
         self._watch: HangWatch | None = None
 
@@ -35,7 +38,7 @@ class Failures:
         Args:
             timeout_s: how long a collective may wait, in seconds.
         """
-        if self.world_size == 1:
+        if dist.get_world_size() == 1:
             return
         meeting = Meeting.of_this_run()
         if meeting is not None:

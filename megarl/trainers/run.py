@@ -45,13 +45,14 @@ def run(config: RunConfig) -> int:
     """
     _quiet_libraries()
     timeout_s = config.observe.hang_timeout_s
-    failures = Failures(config, *platform.init_distributed(timeout_s + HANG_REPORT_S))
-    if config.observe.memory_stacks:
-        record_allocations()
+    failures = Failures(config)
     try:
+        _, world_size = platform.init_distributed(timeout_s + HANG_REPORT_S)
+        if config.observe.memory_stacks:
+            record_allocations()
         with _alone_in(config.trainer.default_local_dir):
             failures.watch(timeout_s)
-            layout = config.parallel.layout(failures.world_size)
+            layout = config.parallel.layout(world_size)
             groups = build_groups(layout, seed=config.trainer.seed, timeout_s=timeout_s + HANG_REPORT_S)
             status = _run_loop(config, groups)
         failures.close()

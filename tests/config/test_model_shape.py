@@ -70,6 +70,10 @@ def test_an_old_llama_without_key_value_heads_has_as_many_as_query_heads(tmp_pat
     assert ModelShape.from_hf(write(tmp_path, **config)).num_kv_heads == 4
 
 
+def glm4_moe(**changes):
+    return llama(model_type="glm4_moe", **SPECIAL["glm4_moe"] | changes)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -82,6 +86,9 @@ def test_an_old_llama_without_key_value_heads_has_as_many_as_query_heads(tmp_pat
         (llama(model_type="mixtral", num_local_experts=8, sliding_window=4096), ["sliding-window"]),
         (llama(model_type="qwen3_moe", **EXPERTS, num_experts=8, mlp_only_layers=[0]), ["only some layers"]),
         (llama(model_type="qwen3_moe", **EXPERTS, num_experts=1), ["num_experts_per_tok=2", "only 1 experts"]),
+        (glm4_moe(first_k_dense_replace=5), ["first_k_dense_replace=5", "4 layers"]),
+        (glm4_moe(n_group=3), ["8 experts", "n_group=3", "divide"]),
+        (glm4_moe(n_group=2, topk_group=4), ["n_group=2", "topk_group=4"]),
         (llama(tie_word_embeddings="no"), ["tie_word_embeddings='no'", "true or false"]),
     ],
 )

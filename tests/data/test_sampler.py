@@ -98,3 +98,26 @@ def test_a_batch_above_the_dataset_is_refused_with_both_numbers():
 def test_the_number_of_batches_counts_over_epochs():
     assert PromptSampler(10, 4, shuffle=True, seed=0).num_batches(1) == 2
     assert PromptSampler(10, 4, shuffle=True, seed=0).num_batches(2) == 5
+
+
+def test_another_order_takes_the_rest_of_the_epoch_in_it_and_then_whole_epochs():
+    sampler, plain = (PromptSampler(10, 4, shuffle=True, seed=3) for _ in range(2))
+    first = sampler.next_batch()
+    sampler.reorder(1)
+    drawn = first + [row for _ in range(4) for row in sampler.next_batch()]
+    unchanged = [row for _ in range(5) for row in plain.next_batch()]
+    assert drawn[:4] == unchanged[:4] and drawn[4:10] != unchanged[4:10] and drawn[10:] != unchanged[10:]
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
+
+
+def test_each_other_order_is_its_own_and_outlives_a_checkpoint():
+    orders = []
+    for number in (1, 2):
+        sampler, resumed = (PromptSampler(30, 10, shuffle=True, seed=3) for _ in range(2))
+        sampler.next_batch()
+        sampler.reorder(number)
+        sampler.next_batch()
+        resumed.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+        orders.append([sampler.next_batch() for _ in range(5)])
+        assert [resumed.next_batch() for _ in range(5)] == orders[-1]
+    assert orders[0] != orders[1]

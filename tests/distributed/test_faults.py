@@ -30,12 +30,13 @@ STEP = 2
 STOPPED, KILLED = 1, 0
 """Ranks; rank 0 is the one that writes metrics and holds the lock of the folder."""
 
+NO_FAULT = {"action": "stop", "rank": 0, "phase": "no such phase", "step": STEP}
 CASES = {
     **{f"stop-{phase}": {"action": "stop", "rank": STOPPED, "phase": phase, "step": STEP} for phase in PHASES},
     **{f"kill-{phase}": {"action": "kill", "rank": KILLED, "phase": phase, "step": STEP} for phase in KILLED_IN},
     "busy": {"action": "never_end", "rank": STOPPED, "phase": "gen", "step": STEP},
     "error": {"action": "divide", "rank": STOPPED, "phase": "update_actor", "step": STEP},
-    "config": {"action": "divide", "rank": 0, "phase": "none", "step": 1, "overrides": ["trainer.resume_mode=path"]},
+    "mistake": {**NO_FAULT, "overrides": ["trainer.resume_mode=path", "trainer.resume_from_path=/nowhere/step-000001"]},
 }
 
 
@@ -68,7 +69,7 @@ def report(folder: Path, case: str) -> str:
     return file.read_text()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_that_is_stopped_is_named_with_its_phase(folder: Path, phase: str) -> None:
     case = f"stop-{phase}"
@@ -99,9 +100,9 @@ def test_after_a_kill_the_others_end_with_one_sentence(folder: Path, phase: str)
     assert statuses(folder, case) == [-signal.SIGKILL, 1]
     assert "Traceback" not in output(folder, case, 1)
     (line,) = [line for line in output(folder, case, 1).splitlines() if line.startswith("rank 1: ")]
-    assert line.startswith("rank 1: ends in ")
+    assert line.startswith("rank 1: ends in ") and f" of step {STEP}" in line
     assert f"since rank {KILLED} (process " in line
-    assert f"is gone, killed or crashed, after {phase} of step {STEP}" in line
+    assert f"is gone, killed or crashed; it was last seen in {phase} of step {STEP}" in line
 
 
 def test_an_error_shows_its_traceback_once(folder: Path) -> None:
@@ -116,7 +117,7 @@ def test_an_error_shows_its_traceback_once(folder: Path) -> None:
 
 
 def test_a_mistake_of_a_person_is_a_sentence_of_its_own_on_each_rank(folder: Path) -> None:
-    assert statuses(folder, "config") == [2, 2]
+    assert statuses(folder, "mistake") == [2, 2]
     for rank in range(2):
-        assert "trainer.resume_from_path" in output(folder, "config", rank)
-        assert "Traceback" not in output(folder, "config", rank)
+        assert "/nowhere/step-000001" in output(folder, "mistake", rank)
+        assert "Traceback" not in output(folder, "mistake", rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -156,11 +157,35 @@ def test_a_config_that_cannot_be_read_has_its_own_status() -> None:
     assert "nowhere.yaml was found neither" in result.stderr
 
 
-@pytest.mark.parametrize("bad", [["--gpus", "0"], ["--gpus", "8", "--gpu-memory", "-1"], ["--gpus", "many"]])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["--gpus", "0"],
+        ["--gpus", "8", "--gpu-memory", "-1"],
+        ["--gpus", "many"],
+        ["--gpus", "8", "--mean-response", "inf"],
+        ["--gpus", "8", "--network-gb", "nan"],
+    ],
+)
 def test_sizes_that_are_none_are_refused(bad: list[str]) -> None:
     result = plan("--config", "70b_grpo.yaml", *bad)
     assert result.returncode == 2
     assert bad[-1] in result.stderr
+
+
+def test_a_mean_length_above_its_limit_is_refused(llama: list[str]) -> None:
+    result = plan(*llama, "--mean-response", "1e9")
+    assert result.returncode == 2
+    assert "--mean-response is 1e+09 tokens, but data.max_response_length is" in result.stderr
+
+
+def test_a_reader_that_stops_reading_is_no_failure(llama: list[str]) -> None:
+    command = [sys.executable, ROOT / "launch" / "plan.py", *llama, "--json", "--no-map"]
+    reads, writes = os.pipe()
+    os.close(reads)
+    result = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT)
+    os.close(writes)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_what_the_search_suggests_fits_and_is_ranked(v3: list[str]) -> None:

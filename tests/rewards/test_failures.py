@@ -39,7 +39,7 @@ FAILURES = {
     # C code that never gives the interpreter back: no thread or Python signal handler could stop it.
     "re.match('(a+)+$', 'a' * 60 + 'b')": (FailureKind.TIMEOUT, "timeout: the reward function took longer than 1 s"),
     "subprocess.run(['sleep', '1000'])": (FailureKind.TIMEOUT, "timeout: the reward function took longer than 1 s"),
-    "[signal.signal(signal.SIGUSR1, signal.SIG_IGN), forever()]": (
+    "[signal.signal(signal.SIGUSR2, signal.SIG_IGN), forever()]": (
         FailureKind.TIMEOUT,
         "timeout: the reward function took longer than 1 s",
     ),

@@ -195,8 +195,6 @@ def deaths(case: Case) -> dict[str, Any]:
 
     keeper.sync(give)
     found["restarted"] = list(keeper.generate(requests()))
-    case.scheduler().kill()
-    found["no restart left"] = error_of(lambda: list(keeper.generate(requests(n=4, max_new_tokens=100, stop=()))))
     return found
 
 
@@ -210,7 +208,6 @@ def main(folder: Path) -> None:
         start = time.monotonic()
         results[step.__name__] = step(case)
         print(f"{step.__name__}: {time.monotonic() - start:.1f} s", flush=True)
-    case.engine.restart()
     server = psutil.Process(case.engine.pid)
     results["pids"] = [server.pid, *(child.pid for child in server.children(recursive=True))]
     torch.save(results, folder / "results.pt")

@@ -56,7 +56,7 @@ def run(folder: Path) -> subprocess.CompletedProcess[str]:
     return torchrun(2, "launch/train.py", "--config", config, check=False)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_the_chosen_step_and_rank_are_traced_with_their_phases(
     folder: Path, run: subprocess.CompletedProcess[str]
 ) -> None:
@@ -68,7 +68,7 @@ def test_the_chosen_step_and_rank_are_traced_with_their_phases(
     assert [line["step"] for line in read_metrics(folder / "out")] == [1]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_out_of_memory_is_one_sentence_with_phase_tensor_and_key_and_a_report(
     folder: Path, run: subprocess.CompletedProcess[str]
 ) -> None:

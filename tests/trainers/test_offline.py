@@ -47,7 +47,7 @@ def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return load_file(folder / name / "hf" / "model.safetensors")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("suffix", ["", " corrected"])
 def test_the_dataset_gives_the_same_weights_as_the_replay(folder: Path, suffix: str) -> None:
     replayed, offline = weights(folder, f"replay{suffix}"), weights(folder, f"offline{suffix}")

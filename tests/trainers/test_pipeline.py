@@ -27,7 +27,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_the_summary_says_what_was_measured(output: Path) -> None:
     summary = json.loads((output / "summary.json").read_text())
     assert 0 <= summary["reward_model_accuracy"] <= 1

@@ -132,7 +132,7 @@ def found(folder: Path) -> dict[str, tuple[str, list[str]]]:
     return found
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("name", "words"),
     {

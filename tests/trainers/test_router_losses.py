@@ -12,7 +12,7 @@ from tests.trainers.tiny_pairs import make_tiny_pairs
 from tests.trainers.tiny_run import read_metrics
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(1200)
 def test_a_reward_model_learns_to_use_its_experts_evenly(tmp_path: Path) -> None:
     config = make_tiny_pairs(tmp_path, family="qwen3_moe")
     runs = {

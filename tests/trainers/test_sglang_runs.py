@@ -89,4 +89,4 @@ def test_an_argument_that_sglang_cannot_use_is_answered_in_a_sentence(tmp_path: 
     config = make_run(tmp_path, "qwen3", 1, rollout={"sglang": {"schedule_policy": "no-such-policy"}})
     result = torchrun(1, "launch/train.py", "--config", config, timeout=200, check=False)
     assert result.returncode != 0
-    assert "SGLang did not start" in result.stderr and "no-such-policy" in result.stderr
+    assert "rank 0: SGLang did not start: ValueError: Unknown schedule_policy: policy='no-such-policy'" in result.stderr

@@ -1,0 +1,31 @@
+"""Program: listens to stop signals and says what it notes. Usage: listener.py GRACE_S [same-request seconds]."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+from megarl.processes import stop_signals
+from megarl.processes.parent import die_with_parent
+
+
+def main() -> None:
+    if len(sys.argv) > 2:
+        stop_signals.SAME_REQUEST_S = float(sys.argv[2])
+    stop_signals.listen(float(sys.argv[1]))
+    # As in real life, but for the pipes, which would stay open after this process.
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    child = subprocess.Popen(["sleep", "60"], **quiet, preexec_fn=die_with_parent)
+    print("listening", child.pid, flush=True)
+    seen = None
+    while True:
+        # In one long call of C code, as in a collective: Python's own handlers would not run before it returns.
+        sum(range(20_000_000)) if stop_signals.stop_request() is None else time.sleep(0.05)
+        if stop_signals.stop_request() is not seen:
+            seen = stop_signals.stop_request()
+            print(seen.name, child.poll(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
