@@ -32,6 +32,9 @@ class NoCheckpoints:
 
     steps: tuple[int, ...] = ()
 
+    def finish(self) -> None:
+        """Nothing is on its way."""
+
     def roll_back_to(self, step: int) -> None:
         raise NotImplementedError
 

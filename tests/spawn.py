@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
-import os
 import tempfile
 import time
 from collections.abc import Callable

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
+from megarl.processes.identity import start_of
 
 LOCK_NAME = "run.lock"
 _HELD = (errno.EACCES, errno.EAGAIN)
@@ -125,7 +126,7 @@ def _self() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "started": _start_of(os.getpid()),
+        "started": start_of(os.getpid()),
         "since": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "job": _job(),
     }
@@ -144,17 +145,7 @@ def _same_job(owner: Mapping[str, Any]) -> bool:
 
 
 def _is_alive(owner: Mapping[str, Any]) -> bool:
-    return owner.get("started") is not None and _start_of(owner.get("pid", 0)) == owner["started"]
-
-
-def _start_of(pid: int) -> str | None:
-    """When a process started, in ticks since the boot, with the boot's id; None where there is no such process."""
-    try:
-        # The name, in parentheses, may hold anything; the start is the 20th field after it.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {fields[19]}"
-    except (OSError, IndexError):
-        return None
+    return owner.get("started") is not None and start_of(owner.get("pid", 0)) == owner["started"]
 
 
 def _name(owner: Mapping[str, Any]) -> str:

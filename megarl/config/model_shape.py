@@ -17,6 +17,13 @@ SUPPORTED_MODEL_TYPES = DENSE_MODEL_TYPES + MOE_MODEL_TYPES
 # The same quantity under the names that the model families (and transformers 4 and 5) give it.
 _EXPERT_COUNT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 
+_GROUP_KEYS = ("n_group", "topk_group")
+# transformers' values of absent keys.
+_GROUP_DEFAULTS = {
+    "glm4_moe": {"n_group": 1, "topk_group": 1},
+    "deepseek_v3": {"n_group": 8, "topk_group": 4},
+}
+
 # transformers' Qwen3Config has this as the value of an absent `head_dim`, not hidden_size ÷ num_attention_heads.
 _QWEN3_HEAD_DIM = 128
 
@@ -230,20 +237,43 @@ def _expert_fields(source: _Source, ffn_size: int) -> dict[str, int]:
         "glm4_moe": lambda: source.integer("n_shared_experts", at_least=0) * moe_ffn_size,
         "deepseek_v3": lambda: source.integer("n_shared_experts", at_least=0) * moe_ffn_size,
     }.get(source.model_type, lambda: 0)()
-    leading_dense = source.model_type in ("glm4_moe", "deepseek_v3")
     experts, chosen = source.integer(*_EXPERT_COUNT_KEYS), source.integer("num_experts_per_tok")
     if chosen > experts:
         raise ConfigError(
             f"{source.file} has num_experts_per_tok={chosen}, but a layer has only {experts} experts: copy the file "
             "from the model again."
         )
+    if source.model_type in EXPERT_BIAS_MODEL_TYPES:
+        _check_groups(source, experts)
     return {
         "num_experts": experts,
         "experts_per_token": chosen,
         "moe_ffn_size": moe_ffn_size,
         "shared_ffn_size": shared_ffn_size,
-        "num_dense_layers": source.integer("first_k_dense_replace", at_least=0) if leading_dense else 0,
+        "num_dense_layers": _leading_dense_layers(source),
     }
+
+
+def _leading_dense_layers(source: _Source) -> int:
+    if source.model_type not in ("glm4_moe", "deepseek_v3"):
+        return 0
+    dense, layers = source.integer("first_k_dense_replace", at_least=0), source.integer("num_hidden_layers")
+    if dense >= layers:
+        raise ConfigError(
+            f"{source.file} has first_k_dense_replace={dense}, which leaves none of {layers} layers with experts: "
+            "correct it."
+        )
+    return dense
+
+
+def _check_groups(source: _Source, experts: int) -> None:
+    """Experts come in groups, of which a token's best are chosen from (arXiv:2412.19437, 2.1.2)."""
+    groups, chosen = (source.integer(key, default=_GROUP_DEFAULTS[source.model_type][key]) for key in _GROUP_KEYS)
+    if experts % groups or chosen > groups:
+        raise ConfigError(
+            f"{source.file} has {experts} experts in n_group={groups} groups, of which topk_group={chosen} are chosen: "
+            "groups have to divide the experts, and no more can be chosen than there are."
+        )
 
 
 def _refuse_unmapped_variants(source: _Source) -> None:

@@ -1,5 +1,7 @@
 """A config and its keys as text: the resolved YAML, what a run will do, and the reference of all keys."""
 
+import os
+import sys
 import textwrap
 import typing
 from dataclasses import dataclass, fields
@@ -12,6 +14,14 @@ from megarl.config.fields import Key, config_keys
 from megarl.config.schema import RunConfig
 
 _TEXT_WIDTH = 100
+
+
+def print_text(text: str) -> None:
+    """Prints to stdout; a reader that has read enough, such as `| head`, is no failure."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # Python would print a traceback again when it closes stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @dataclass(frozen=True, kw_only=True)

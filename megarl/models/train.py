@@ -26,6 +26,7 @@ from megarl.models.router_statistics import RouterReport, RouterStatistics
 
 _WSD_DECAY_SHARE = 10
 """A tenth of the run decays, where no number of steps is given (arXiv:2404.06395, section 4.3)."""
+_UPDATES_PER_STEP = "updates_per_step"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,19 +226,37 @@ class LearningRateSchedule(OptimizerParamScheduler):
 
     factor = 1.0
     """What each rate is multiplied by. Not part of `state_dict`: whoever lowers it says so again after a resume."""
+    updates_per_step = 1
+    """Optimizer steps in one step of the run."""
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
         return self.factor * super().get_lr(param_group)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), _UPDATES_PER_STEP: self.updates_per_step}
 
-def learning_rate_schedule(optimizer: MegatronOptimizer, config: OptimConfig, total_steps: int) -> LearningRateSchedule:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Stands where the state was taken, in steps of the run: mini-batches may have another size since."""
+        before = state_dict.get(_UPDATES_PER_STEP, self.updates_per_step)
+        # Megatron-Core adds to where the scheduler stands, which is not the beginning when a run goes back.
+        self.num_steps = 0
+        super().load_state_dict({**state_dict, "num_steps": state_dict["num_steps"] * self.updates_per_step // before})
+
+
+def learning_rate_schedule(
+    optimizer: MegatronOptimizer, config: OptimConfig, total_steps: int, *, updates_per_step: int = 1
+) -> LearningRateSchedule:
     """Megatron-Core's scheduler over the optimizer steps of the whole run. `step(1)` goes before each optimizer step.
 
     Before, not after: the first step then has the rate of the first step of warm-up and not 0.
+
+    Args:
+        total_steps: optimizer steps of the whole run.
+        updates_per_step: of these in one step of the run.
     """
     steps = max(total_steps, config.lr_warmup_steps + 1)
     decay = config.lr_wsd_decay_steps or max(steps // _WSD_DECAY_SHARE, 1)
-    return LearningRateSchedule(
+    schedule = LearningRateSchedule(
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,
@@ -256,6 +275,8 @@ def learning_rate_schedule(optimizer: MegatronOptimizer, config: OptimConfig, to
         # A resumed run goes on with the config's rates; Megatron-Core would end it with an assertion where they differ.
         override_opt_param_scheduler=True,
     )
+    schedule.updates_per_step = updates_per_step
+    return schedule
 
 
 def _finalize_gradients(chunks: list[torch.nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:

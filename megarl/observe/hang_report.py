@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megarl.observe.rank_record import RankRecord, name_ranks
@@ -42,20 +42,17 @@ class Hang:
 
     def blame(self) -> str:
         """The ranks that are missing."""
-        parts = [
-            f"{record.process()} does not answer, and was last seen in {record.place()}"
-            for record in self.silent[:_SOME]
+        silent = [
+            f"{record.process()} does not answer, and was last seen in {record.place()}" for record in self.silent
         ]
         if self.unknown:
-            parts.append(f"{name_ranks(list(self.unknown))} never said anything")
-        # A rank that is busy may itself be waited for by nobody: it matters where no rank is silent.
-        if not parts:
-            parts = [f"{record.process()} is not there, but in {record.place()}" for record in self.absent[:_SOME]]
+            silent.append(f"{name_ranks(self.unknown)} never said anything")
+        # A busy rank may be waited for by nobody: it is to blame only where every rank has answered.
+        parts = silent or [f"{record.process()} is not there, but in {record.place()}" for record in self.absent]
         if not parts:
             return "every rank waits, but not all in the same collective"
-        if more := len(self.silent) + len(self.unknown) - _SOME:
-            parts += [f"and {more} more"] if more > 0 else []
-        return "; ".join(parts)
+        more = [f"and {len(parts) - _SOME} more"] if len(parts) > _SOME else []
+        return "; ".join([*parts[:_SOME], *more])
 
     def report(self) -> str:
         """Everything, for a file."""
@@ -75,8 +72,7 @@ _SOME = 4
 """Ranks that a sentence names."""
 
 
-def _lines(describe: object, records: Sequence[RankRecord]) -> str:
-    assert callable(describe)
+def _lines(describe: Callable[[RankRecord], str], records: Sequence[RankRecord]) -> str:
     return "\n".join(f"  {describe(record)}" for record in records)
 
 

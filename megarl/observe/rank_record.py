@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
@@ -118,7 +119,7 @@ def stacks_of_this_process() -> str:
     return "\n".join(parts)
 
 
-def name_ranks(ranks: tuple[int, ...] | list[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """E.g. `rank 3` or `ranks 0-5, 7`."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):

@@ -34,6 +34,9 @@ class StopSignals:
         """
         self.request: signal.Signals | None = None
         """The latest kind of request; None if there was none."""
+        self.has_something_to_lose = False
+        """Until this is set, SIGTERM ends the process at once: it may be waiting for ranks that never come, since one
+        of them has failed, and torchrun starts all ranks again only when this one is gone."""
         self._grace_s = grace_s
         self._first: dict[signal.Signals, float] = {}
         self._reader, writer = os.pipe()
@@ -64,6 +67,8 @@ class StopSignals:
         return max(self._first[signal.SIGTERM] + self._grace_s - time.monotonic(), 0.0)
 
     def _receive(self, number: signal.Signals) -> None:
+        if number is signal.SIGTERM and not self.has_something_to_lose:
+            _leave("SIGTERM before the first step: the run ends at once, since it has nothing to save")
         now = time.monotonic()
         if now - self._first.setdefault(number, now) > SAME_REQUEST_S:
             _leave(f"a second {number.name}: the run ends at once")
@@ -83,6 +88,12 @@ def listen(grace_s: float) -> StopSignals:
     global _listener
     _listener = StopSignals(grace_s)
     return _listener
+
+
+def begin_steps() -> None:
+    """From now on a request is acted on after a step, if this process listens."""
+    if _listener is not None:
+        _listener.has_something_to_lose = True
 
 
 def stop_request() -> signal.Signals | None:

@@ -30,7 +30,11 @@ class Restorable(Protocol):
 
     @property
     def steps(self) -> Collection[int]:
-        """Whose checkpoints there are."""
+        """Whose checkpoints there are; one that is being written is not among them."""
+        ...
+
+    def finish(self) -> None:
+        """Waits for the checkpoint that is being written, if there is one. Collective over the world."""
         ...
 
     def roll_back_to(self, step: int) -> None:
@@ -49,15 +53,7 @@ class Verdict:
     may_save: bool
     """False where the run went back or ends: what it would save is not worth keeping."""
     problem: str | None
-
-    def check(self) -> None:
-        """To be called when the step's metrics are written.
-
-        Raises:
-            ConfigError: on every rank; a guard ends the run.
-        """
-        if self.problem is not None:
-            raise ConfigError(self.problem)
+    """Why the run ends, for `ActingGuards.check`."""
 
 
 class ActingGuards:
@@ -134,13 +130,26 @@ class ActingGuards:
             problem=problem or self._idle_problem(step),
         )
 
+    def check(self, verdict: Verdict) -> None:
+        """To be called when the step's metrics are written.
+
+        Raises:
+            ConfigError: on every rank; a guard ends the run.
+        """
+        if verdict.problem is not None:
+            self._checkpoints.finish()  # the process would take the one that is being written along
+            raise ConfigError(verdict.problem)
+
     def protected(self, step: int) -> list[int]:
         """Steps whose checkpoints a rollback may still need: the newest that nothing from `step` on can put in doubt.
 
         The others that it may need are newer.
         """
         reach = [rule.steps_looked_at for rule in self._guards.rules if rule.action == "rollback"]
-        older = [each for each in self._checkpoints.steps if reach and each <= step - max(reach)]
+        if not reach:
+            return []
+        self._checkpoints.finish()
+        older = [each for each in self._checkpoints.steps if each <= step - max(reach)]
         return [max(older)] if older else []
 
     def summary(self) -> str | None:
@@ -197,6 +206,8 @@ class ActingGuards:
         why = f"{fired.rule.key} would take the run back at step {step} ({_sentence(fired.broken).rstrip('.')}), but "
         if guards.rollbacks >= settings.max_rollbacks:
             return None, f"{why}guard.max_rollbacks {settings.max_rollbacks} have been made, so it ends."
+        # Where the run goes back to must not depend on how fast the disk is.
+        self._checkpoints.finish()
         good = [each for each in self._checkpoints.steps if guards.is_good(each)]
         if not good:
             return None, (

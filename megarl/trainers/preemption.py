@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megarl import platform
-from megarl.processes.stop_signals import stop_request
+from megarl.processes.stop_signals import begin_steps, stop_request
 
 
 class Preempted(Exception):
@@ -35,5 +35,6 @@ def stop_before_first_step(step: int) -> None:
     Raises:
         Preempted: somebody has asked already.
     """
+    begin_steps()
     if request := agreed_request():
         raise Preempted(step, request)

@@ -99,6 +99,13 @@ def check_same_run(
         for change in changed
         if change.key in FIXED
     ]
+    if config.trainer.total_training_steps is None:
+        problems += [
+            f"{folder} was made with {change.key} {change.before}, but this run has {change.now}, and its epochs do "
+            "not say how many steps that makes (trainer.total_training_steps would, those so far included)"
+            for change in changed
+            if change.key == "data.train_batch_size"
+        ]
     saved = on_first_rank(lambda: {path.parent.name for path in folder.glob(f"*/{MANIFEST_NAME}")})
     problems += [f"{folder} has no {name}, which this run has" for name in models if name not in saved]
     problems += [f"{folder} has a {name}, which this run lacks" for name in saved if name not in models]

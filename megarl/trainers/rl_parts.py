@@ -214,7 +214,7 @@ def build_rl_parts(config: RunConfig, groups: Groups) -> RLParts:
         generator = build_generator(config, groups, chat, rewards, generates=generates or val_data is not None)
         shape = ModelShape.from_hf(config.model.path)
         schedule_of = lambda model, optim, epochs: learning_rate_schedule(
-            model.optimizer, optim, total_steps * mini_batches * epochs
+            model.optimizer, optim, total_steps * mini_batches * epochs, updates_per_step=mini_batches * epochs
         )
         return RLParts(
             config=config,

@@ -30,7 +30,7 @@ def run_rl(config: RunConfig, groups: Groups) -> None:
         checkpoints = RunCheckpoints(parts, parts.others, parts.further_models)
         start = checkpoints.resume()
         with _tracker(parts, start) as tracker:
-            _describe(parts, tracker, start)
+            _describe(parts, tracker)
             checkpoints.report_to(tracker.text)
             trainer = RLTrainer(parts)
             trainer.sync()
@@ -87,7 +87,7 @@ def _steps(trainer: RLTrainer, tracker: Tracker, checkpoints: RunCheckpoints, gu
             with parts.timers("save_checkpoint"):
                 checkpoints.save(step, metrics, protected=guards.protected(step), wait=bool(request))
         tracker.log(step, metrics | verdict.metrics | parts.timers.flush())
-        verdict.check()
+        guards.check(verdict)
         step = verdict.step
         if request and step < parts.total_steps:
             raise Preempted(step, request)
@@ -121,10 +121,8 @@ def _tracker(parts: RLParts, start: int) -> Tracker:
     )
 
 
-def _describe(parts: RLParts, tracker: Tracker, start: int) -> None:
+def _describe(parts: RLParts, tracker: Tracker) -> None:
     tracker.text(f"layout: {parts.groups.layout.describe()}")
     for data in (parts.train_data, parts.val_data):
         if data is not None:
             tracker.text(data.description())
-    if start:
-        tracker.text(f"resumed after step {start}")

@@ -127,7 +127,10 @@ class RunCheckpoints:
         """
         check_writable(self._parts.config)
         folder = find_checkpoint(self._parts.config, self._tell)
-        step = 0 if folder is None else self._restore(folder)
+        step = 0
+        if folder is not None:
+            step = self._restore(folder)
+            self._tell(f"resumed after step {step} from {folder}")
         self._set_aside(step)
         self._metrics = on_first_rank(self._saved_metrics)
         return step
@@ -170,6 +173,8 @@ class RunCheckpoints:
             return
         in_background = self._settings.async_save and not wait
         metric, problem = self._best_metric(step, metrics)
+        if wait:
+            problem = None  # a run that is asked to stop may be between two measurements
         on_first_rank(lambda: clean_up(self._run))
         try:
             write = begin_checkpoint(

@@ -303,7 +303,7 @@ def _steps(
             with parts.timers("save_checkpoint"):
                 checkpoints.save(step, metrics, protected=protected, wait=bool(request))
         tracker.log(step, {**metrics, **times, **verdict.metrics, **parts.timers.flush()})
-        verdict.check()
+        guards.check(verdict)
         step = verdict.step
         if request and step < parts.total_steps and not _is_over(parts):
             raise Preempted(step, request)

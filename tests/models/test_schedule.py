@@ -80,3 +80,27 @@ def test_the_same_rates_go_on_after_a_resumption() -> None:
     second = learning_rate_schedule(optimizer, config, STEPS)
     second.load_state_dict(first.state_dict())
     assert torch.isclose(torch.tensor(optimizer.param_groups[0]["lr"]), torch.tensor(LR * (2 * 0.5 ** (2 / 5) - 1)))
+
+
+def test_a_run_that_goes_back_has_the_rates_of_where_it_goes_back_to() -> None:
+    optimizer = Optimizer()
+    schedule = learning_rate_schedule(optimizer, OptimConfig(lr=LR, lr_decay_style="linear"), STEPS)
+    schedule.step(4)
+    state = schedule.state_dict()
+    schedule.step(3)
+    schedule.load_state_dict(state)
+    schedule.step(1)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(LR * (1 - 5 / STEPS))
+
+
+@pytest.mark.parametrize(("before", "now"), [(4, 1), (2, 3), (1, 5)])
+def test_with_mini_batches_of_another_size_the_rates_are_still_those_of_the_runs_step(before: int, now: int) -> None:
+    """STEPS steps of the run, of which 6 are made with `before` updates each and the seventh with `now`."""
+    config = OptimConfig(lr=LR, lr_decay_style="linear")
+    first = learning_rate_schedule(Optimizer(), config, STEPS * before, updates_per_step=before)
+    first.step(6 * before)
+    optimizer = Optimizer()
+    second = learning_rate_schedule(optimizer, config, STEPS * now, updates_per_step=now)
+    second.load_state_dict(first.state_dict())
+    second.step(now)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(LR * (1 - 7 / STEPS))

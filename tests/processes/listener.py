@@ -1,4 +1,7 @@
-"""Program: listens to stop signals and says what it notes. Usage: listener.py GRACE_S [same-request seconds]."""
+"""Program: listens to stop signals and says what it notes. Usage: listener.py GRACE_S [same-request seconds | start].
+
+With `start` it is a run that has not begun its steps.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,12 @@ from megarl.processes.parent import die_with_parent
 
 
 def main() -> None:
-    if len(sys.argv) > 2:
+    is_starting = sys.argv[2:] == ["start"]
+    if len(sys.argv) > 2 and not is_starting:
         stop_signals.SAME_REQUEST_S = float(sys.argv[2])
     stop_signals.listen(float(sys.argv[1]))
+    if not is_starting:
+        stop_signals.begin_steps()
     # As in real life, but for the pipes, which would stay open after this process.
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     child = subprocess.Popen(["sleep", "60"], **quiet, preexec_fn=die_with_parent)

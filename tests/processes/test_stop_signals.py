@@ -74,3 +74,11 @@ def test_after_sigterm_the_process_leaves_when_its_grace_is_over() -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == EXIT_PREEMPTED
         assert "rank 0: SIGTERM: no step ended, with a checkpoint of it, within 0.2 s" in process.stderr.read()
+
+
+def test_sigterm_before_the_first_step_ends_the_process_at_once() -> None:
+    """torchrun sends it where another rank has failed, which this one may be waiting for."""
+    with listening(LONG_S, "start") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == EXIT_PREEMPTED
+        assert "rank 0: SIGTERM before the first step: the run ends at once" in process.stderr.read()

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from tests.launch import torchrun
 from tests.tiny_models import make_hf_model
-from tests.tools.converters import convert, sentence, tensors
+from tests.tools.converters import convert, report, sentence, tensors
 
 FULL_DISK_BYTES = 200_000
 
@@ -58,6 +58,16 @@ def one_file(hf, changed):
     for path in [*hf.glob("*.safetensors"), hf / "model.safetensors.index.json"]:
         path.unlink()
     save_file(changed, hf / "model.safetensors")
+
+
+def test_a_weight_that_is_no_number_proves_nothing(hf):
+    changed = tensors(hf)
+    changed["model.norm.weight"][0] = float("nan")
+    one_file(hf, changed)
+    result = convert("hf_to_megatron", "--hf", hf, "--out", hf.parent / "out", "--verify")
+    assert result.returncode == 3
+    assert f"not verified: logits are NaN or infinite, so they prove nothing: {hf} may hold" in result.stderr
+    assert report(hf.parent / "out")["logits"]["max_abs_difference"] is None
 
 
 def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(hf):

@@ -111,6 +111,7 @@ def found(folder: Path) -> dict[str, tuple[str, list[str]]]:
         "remains": ["checkpoint.keep_last=1", "checkpoint.keep_best=1", "checkpoint.best_metric=actor/lr", to_step(4)],
         "another model": [f"model.path={folder / 'wider'}"],
         "another dtype": ["model.dtype=bfloat16"],
+        "another batch": ["data.train_batch_size=8", "trainer.total_training_steps=null"],
         "a critic more": ["algorithm.adv_estimator=gae"],
         "changed": [
             "optim.lr=0.002",
@@ -143,6 +144,7 @@ def found(folder: Path) -> dict[str, tuple[str, list[str]]]:
         "not writable": ["checkpoints cannot be written into", "not writable/checkpoints", "save_freq"],
         "another model": ["is a checkpoint of another model"],
         "another dtype": ["was made with model.dtype float32, but this run has bfloat16"],
+        "another batch": ["with data.train_batch_size 4, but this run has 8", "trainer.total_training_steps would"],
         "a critic more": ["has no critic, which this run has"],
         "unknown metric": ["checkpoint.best_metric critic/scor is none", "such as critic/score"],
         "full": ["checkpoint of step 3 was not saved", "full/checkpoints/step-000003", "File too large", "is whole"],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -205,12 +206,12 @@ def conclude(report: TensorReport, logits: dict[str, Any] | None, *, source: Pat
             "casts": report.casts,
             "left_out": report.left_out,
             "added": report.added,
-            "logits": logits,
+            "logits": logits and logits | {key: _finite(logits[key]) for key in ("max_abs_difference", "limit")},
             "tensors": report.tensors,
         }
         with outcome.attempt(result):
-            _write(result / REPORT_NAME, json.dumps(content, indent=2) + "\n")
-        _say(report, logits, result)
+            _write(result / REPORT_NAME, json.dumps(content, indent=2, allow_nan=False) + "\n")
+        _say(report, logits, source, result)
     outcome.check()
     dist.broadcast_object_list(ok, src=0)
     return ok[0]
@@ -218,6 +219,11 @@ def conclude(report: TensorReport, logits: dict[str, Any] | None, *, source: Pat
 
 def _are_close(logits: dict[str, Any]) -> bool:
     return logits["max_abs_difference"] <= logits["limit"]
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no word for other numbers."""
+    return number if math.isfinite(number) else None
 
 
 def _write(file: Path, text: str) -> None:
@@ -229,7 +235,7 @@ def _write(file: Path, text: str) -> None:
     temporary.rename(file)
 
 
-def _say(report: TensorReport, logits: dict[str, Any] | None, result: Path) -> None:
+def _say(report: TensorReport, logits: dict[str, Any] | None, source: Path, result: Path) -> None:
     equal = len(report.tensors) - len(report.different)
     cast = f", after the cast {', '.join(report.casts)}" if report.casts else ""
     say(f"tensors: {equal} of {len(report.tensors)} bit for bit equal{cast}")
@@ -241,7 +247,9 @@ def _say(report: TensorReport, logits: dict[str, Any] | None, result: Path) -> N
     problems = []
     if report.different:
         problems.append(f"{_listed(report.different)} of {result} differ from their source")
-    if logits is not None and not _are_close(logits):
+    if logits is not None and _finite(logits["max_abs_difference"]) is None:
+        problems.append(f"logits are NaN or infinite, so they prove nothing: {source} may hold weights that are")
+    elif logits is not None and not _are_close(logits):
         problems.append(
             f"the logits of {result} are {logits['max_abs_difference']:.2e} from transformers', more than the limit "
             f"{logits['limit']:.1e}"

@@ -24,6 +24,8 @@ from megarl.rollout.sglang.messages import Abort, Answer, Call, Draw, Drawn, Ref
 _SERVER = "megarl.rollout.sglang.server"
 _LINES_SHOWN = 12
 """Of what the process last wrote, in an error."""
+_ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception): ")
+"""The last line of a traceback."""
 _NOISE = re.compile(r"py-?spy|coredump", re.IGNORECASE)
 """What SGLang writes while it dies about tools that it looks for."""
 _END_TIMEOUT_S = 20.0
@@ -64,10 +66,11 @@ class EngineProcess:
     def wait_until_ready(self) -> str | None:
         """Waits for the engine; what kept it from starting, if anything did."""
         try:
-            problem = self._receive_answer(0)
+            return self._receive_answer(0)
         except EngineDied as error:
-            return str(error)
-        return None if problem is None else f"{problem}{self._last_lines()}"
+            # Most often an argument that SGLang cannot use: then its last error says all.
+            errors = [line for line in self._lines() if _ERROR.match(line)]
+            return errors[-1].strip() if errors else str(error)
 
     def draw(self, draws: Sequence[Draw]) -> None:
         """Asks for responses; `next_drawn` gives them as they finish."""
@@ -151,11 +154,14 @@ class EngineProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _last_lines(self) -> str:
+    def _lines(self) -> list[str]:
+        """What the process has written."""
         if self._log.closed:
-            return ""
+            return []
         self._log.seek(0)
         text = self._log.read().decode(errors="replace")
-        lines = [line for line in text.splitlines() if line.strip() and not _NOISE.search(line)]
-        shown = "\n  ".join(lines[-_LINES_SHOWN:])
+        return [line for line in text.splitlines() if line.strip() and not _NOISE.search(line)]
+
+    def _last_lines(self) -> str:
+        shown = "\n  ".join(self._lines()[-_LINES_SHOWN:])
         return f"; it last wrote:\n  {shown}" if shown else "; it wrote nothing"

@@ -40,6 +40,8 @@ class Server:
 
     async def serve(self) -> None:
         """Runs until the rank closes the connection."""
+        # What has been imported stays; walking over it costs every flush of the cache a second on a CPU.
+        await self._manager.freeze_gc()
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Any] = asyncio.Queue()
         # Threads: a rank that does not read for a while must not hold up the loop, which feeds the schedulers.
