@@ -200,7 +200,8 @@ def _trainer_problems(config: RunConfig) -> Iterator[str]:
         asking += ["trainer.val_before_train true"] if trainer.val_before_train else []
         if asking:
             off = "trainer.val_before_train=false, trainer.test_freq=-1"
-            yield f"{' and '.join(asking)} ask for evaluation, but data.val_files is empty: name files, or set {off}."
+            ask = "asks" if len(asking) == 1 else "ask"
+            yield f"{' and '.join(asking)} {ask} for evaluation, but data.val_files is empty: name files, or set {off}."
     if (trainer.resume_mode == "path") != (trainer.resume_from_path is not None):
         yield (
             f"trainer.resume_mode is {trainer.resume_mode} and trainer.resume_from_path is "

@@ -61,8 +61,9 @@ class Collector:
         self._sampling = sampling
         self._draw_prompts = draw_prompts
         folder = config.trainer.rollout_data_dir
-        self._dump = RolloutDump(folder, groups.rank) if folder else None
-        self._replay = RolloutReplay(config.rollout.replay_dir) if config.rollout.replay_dir else None
+        self._dump = RolloutDump(folder, groups.rank, groups.layout.world_size) if folder else None
+        rollout = config.rollout
+        self._replay = RolloutReplay(rollout.replay_dir, rollout.n) if rollout.replay_dir else None
         self._offline = offline
         self._routed = routed
         self.buffer = _buffer(config)

@@ -61,7 +61,7 @@ def make_samples(chat, step):
 
 def dump(folder, samples_of_step):
     for rank in range(RANKS):
-        writer = RolloutDump(folder, rank)
+        writer = RolloutDump(folder, rank, RANKS)
         for step, samples in samples_of_step.items():
             writer.write(step, [sample for sample in samples if sample.group % RANKS == rank])
     return folder
@@ -87,7 +87,7 @@ def test_the_dataset_gives_the_samples_that_the_replay_gives(chat, rollouts, sam
     config = RunConfig()
     config.data.train_files, config.data.train_batch_size, config.data.shuffle = [str(out)], GROUPS, False
     config.rollout.engine, config.rollout.n = "dataset", N
-    offline, replay = OfflineResponses(config, chat), RolloutReplay(rollouts)
+    offline, replay = OfflineResponses(config, chat), RolloutReplay(rollouts, N)
     assert offline.has_rewards and offline.has_logprobs and len(offline) == 2 * GROUPS
     for step in (1, 2):
         first = (step - 1) * GROUPS

@@ -44,7 +44,7 @@ def experts() -> numpy.ndarray:
 
 def test_a_dump_gives_back_what_was_written(tmp_path: Path) -> None:
     written = [sample(experts()), dataclasses.replace(sample(None), index=2)]
-    RolloutDump(tmp_path, 0).write(3, written)
+    RolloutDump(tmp_path, 0, 1).write(3, written)
     reported, without = read_step(tmp_path, 3)
     assert reported.routed_experts is not None and reported.routed_experts.dtype == numpy.int16
     assert numpy.array_equal(reported.routed_experts, experts())
@@ -53,7 +53,7 @@ def test_a_dump_gives_back_what_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [{"shape": [5, 3, 3]}, {"int16": "?"}, {"shape": ["five"]}])
 def test_damaged_experts_in_a_dump_are_named_with_their_line(tmp_path: Path, damage: dict[str, object]) -> None:
-    RolloutDump(tmp_path, 0).write(3, [sample(experts())])
+    RolloutDump(tmp_path, 0, 1).write(3, [sample(experts())])
     (path,) = tmp_path.glob("step-*/*.jsonl")
     fields = json.loads(path.read_text())
     fields["routed_experts"] |= damage

@@ -16,6 +16,7 @@ from megarl.config import layout as layout_keys
 from megarl.config.errors import ConfigError
 from megarl.config.layout import Layout
 from megarl.config.model_shape import ModelShape
+from megarl.processes.parent import die_with_parent
 
 # Read when torch is loaded. OpenMP threads that wait actively made a copy ten times slower where other processes
 # wanted the same cores.
@@ -152,6 +153,9 @@ def run(convert: Callable[[], int]) -> None:
     """Runs a converter and ends the process: a person's mistake is a sentence on stderr, from rank 0."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # what libraries warn their developers of is not about this conversion
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # A torchrun that is killed, rather than asked, would leave its ranks behind, which go on writing.
+        die_with_parent()
     try:
         status = convert()
     except ConfigError as error:
