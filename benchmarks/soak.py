@@ -36,6 +36,8 @@ import yaml
 from grpo_step import random_model, write_prompts
 from safetensors.torch import load_file
 
+from megarl.processes.parent import die_with_parent
+
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 2
 SAVE_FREQ = 2
@@ -123,7 +125,11 @@ class Run:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self._log = (output / "log.txt").open("w")
         self._process = subprocess.Popen(
-            [*command, f"trainer.default_local_dir={output}"], env=environment, stdout=self._log, stderr=self._log
+            [*command, f"trainer.default_local_dir={output}"],
+            env=environment,
+            stdout=self._log,
+            stderr=self._log,
+            preexec_fn=die_with_parent,
         )
 
     def ranks(self) -> list[int]:

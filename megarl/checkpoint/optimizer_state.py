@@ -63,13 +63,20 @@ def read_optimizer(trainable: TrainableModel, folder: Path) -> None:
     """
     _allocate(trainable)
     try:
-        facts = on_first_rank(lambda: json.loads((folder / _FACTS_NAME).read_text(encoding="utf-8")))
+        steps = on_first_rank(lambda: _read_steps(folder))
         read_boxes(list(_boxes(trainable, to_write=False)), folder)
     except CheckpointException as error:
         rank, (failure, _) = next(iter(error.failures.items()))
         what = f"{folder}: {failure}" if isinstance(failure, ConfigError) else damaged(folder, failure)
         raise ConfigError(what + found_by(rank)) from None
-    _set_steps(trainable, facts["steps"])
+    _set_steps(trainable, steps)
+
+
+def _read_steps(folder: Path) -> int:
+    try:
+        return int(json.loads((folder / _FACTS_NAME).read_text(encoding="utf-8"))["steps"])
+    except (ValueError, TypeError, KeyError) as error:  # ValueError: neither JSON nor text
+        raise ConfigError(damaged(folder / _FACTS_NAME, error)) from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

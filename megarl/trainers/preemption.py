@@ -12,10 +12,14 @@ from megarl.processes.stop_signals import begin_steps, stop_request
 
 
 class Preempted(Exception):
-    """The run was asked to stop, and has nothing to lose."""
+    """The run was asked to stop, and has saved what it could."""
 
-    def __init__(self, step: int, request: signal.Signals) -> None:
-        super().__init__(f"stopped after step {step} on {request.name}; the same command goes on from there")
+    def __init__(self, step: int, request: signal.Signals, saved: int) -> None:
+        """Args:
+        saved: the step of the newest checkpoint, which is an earlier one where the last save failed.
+        """
+        place = "from there" if saved == step else f"after step {saved}, since no later one is saved"
+        super().__init__(f"stopped after step {step} on {request.name}; the same command goes on {place}")
 
 
 def agreed_request() -> signal.Signals | None:
@@ -37,4 +41,4 @@ def stop_before_first_step(step: int) -> None:
     """
     begin_steps()
     if request := agreed_request():
-        raise Preempted(step, request)
+        raise Preempted(step, request, step)

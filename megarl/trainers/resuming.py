@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -10,12 +11,16 @@ from typing import Any
 from megarl.checkpoint.file_list import damage_of
 from megarl.checkpoint.manifest import MANIFEST_NAME
 from megarl.checkpoint.retention import CHECKPOINTS_FOLDER, checkpoints_of
+from megarl.checkpoint.training import peek_state
 from megarl.config import ConfigError, RunConfig
 from megarl.config.changes import FIXED, changes
 from megarl.weights.together import on_first_rank
 
 Tell = Callable[[str], None]
 """Takes a line for people."""
+
+_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""How often torchrun has started these ranks again, and Slurm this job."""
 
 
 def check_writable(config: RunConfig) -> None:
@@ -48,26 +53,47 @@ def check_writable(config: RunConfig) -> None:
 def find_checkpoint(config: RunConfig, tell: Tell) -> Path | None:
     """The checkpoint that `trainer.resume_mode` means, if there is one, looked through for damage.
 
-    With `auto` it is the newest that is whole, and those that are not are told. Collective over the world.
+    With `auto` it is the newest that is whole, and those that are not are told. A run that torchrun or Slurm starts
+    again goes on at its own newest in any mode: it would else begin at the same place each time. Collective over the
+    world.
 
     Raises:
         ConfigError: on every rank; the one that is named is damaged, all are, or a newer megarl wrote it.
     """
-    trainer, verify = config.trainer, config.checkpoint.verify
+    trainer = config.trainer
+    # As rank 0 sees them: on a network's file system, ranks may see different ones for a while.
+    found = on_first_rank(lambda: _candidates(config))
+    if found or trainer.resume_mode == "auto":
+        return _newest_whole(found, config, tell)
     if trainer.resume_mode == "disable":
         return None
-    if trainer.resume_mode == "path":
-        assert trainer.resume_from_path is not None  # validation has looked
-        folder = Path(trainer.resume_from_path)
-        problem = damage_of(folder, contents=verify)
-        if problem is not None:
-            raise ConfigError(f"{problem}; copy it again, or name another one.")
-        return folder
+    assert trainer.resume_from_path is not None  # validation has looked
+    folder = Path(trainer.resume_from_path)
+    problem = damage_of(folder, contents=config.checkpoint.verify)
+    if problem is not None:
+        raise ConfigError(f"{problem}; copy it again, or name another one.")
+    return folder
+
+
+def _candidates(config: RunConfig) -> list[Path]:
+    """The checkpoints in the run's folder that it may go on at, in order."""
+    trainer = config.trainer
+    found = list(checkpoints_of(trainer.default_local_dir).values())
+    if trainer.resume_mode == "auto":
+        return found
+    if not any(int(os.environ.get(name) or 0) for name in _RESTART_COUNTS):
+        return []
+    # Only those of this very run: it may have been ended before it moved those of an earlier one.
+    how = {"resume_mode": trainer.resume_mode, "resume_from_path": trainer.resume_from_path}
+    recorded = {folder: peek_state(folder).get("config", {}).get("trainer", {}) for folder in found}
+    return [folder for folder in found if how.items() <= recorded[folder].items()]
+
+
+def _newest_whole(found: list[Path], config: RunConfig, tell: Tell) -> Path | None:
+    """The last of the checkpoints that is whole; None where there are none at all. Collective over the world."""
     problems = []
-    # As rank 0 sees them: on a network's file system, ranks may see different ones for a while.
-    found = on_first_rank(lambda: list(checkpoints_of(trainer.default_local_dir).values()))
     for folder in reversed(found):
-        problem = damage_of(folder, contents=verify)
+        problem = damage_of(folder, contents=config.checkpoint.verify)
         if problem is None:
             if problems:
                 tell(f"warning: {'; '.join(problems)}; going on at {folder}, the newest that is whole")

@@ -90,7 +90,7 @@ def _steps(trainer: RLTrainer, tracker: Tracker, checkpoints: RunCheckpoints, gu
         guards.check(verdict)
         step = verdict.step
         if request and step < parts.total_steps:
-            raise Preempted(step, request)
+            raise Preempted(step, request, max(checkpoints.steps, default=0))
 
 
 def run_evaluation(parts: RLParts, step: int) -> dict[str, float]:

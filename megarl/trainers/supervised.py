@@ -306,7 +306,7 @@ def _steps(
         guards.check(verdict)
         step = verdict.step
         if request and step < parts.total_steps and not _is_over(parts):
-            raise Preempted(step, request)
+            raise Preempted(step, request, max(checkpoints.steps, default=0))
 
 
 def _best_steps(parts: SupervisedParts) -> tuple[int, ...]:

@@ -35,33 +35,39 @@ def main(config: str, folder: str, cases: str) -> None:
     todo: dict[str, dict[str, Any]] = json.loads(cases)
     names = list(todo)
     statuses: dict[str, list[int]] = {}
+    # One for each of the cases that run at once. The next batch meets at them as a run does that is started again.
+    stores = [start_store() for _ in range(AT_ONCE)]
     for start in range(0, len(names), AT_ONCE):
-        batch = {name: start_case(config, Path(folder, name), todo[name]) for name in names[start : start + AT_ONCE]}
+        batch = {
+            name: start_case(config, Path(folder, name), todo[name], port)
+            for name, (_, port) in zip(names[start : start + AT_ONCE], stores, strict=False)
+        }
         deadline = time.monotonic() + LIMIT_S
         statuses |= {name: [wait_for(pid, deadline) for pid in pids] for name, pids in batch.items()}
+    for process, _ in stores:
+        os.kill(process, signal.SIGKILL)
     Path(folder, "statuses.json").write_text(json.dumps(statuses))
 
 
-def start_case(config: str, folder: Path, case: dict[str, Any]) -> list[int]:
+def start_case(config: str, folder: Path, case: dict[str, Any], port: int) -> list[int]:
     """The processes of its ranks."""
     folder.mkdir(parents=True)
-    port = start_store()
     return [fork(lambda rank=rank: run_rank(rank, port, config, folder, case)) for rank in range(WORLD_SIZE)]
 
 
-def start_store() -> int:
-    """A store in a process of its own, as torchrun has it: it survives any rank. Returns its port."""
+def start_store() -> tuple[int, int]:
+    """A store in a process of its own, as torchrun has it: it survives any rank. Returns the process and its port."""
     reader, writer = os.pipe()
 
     def serve() -> None:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         os.write(writer, str(store.port).encode())
         os.close(writer)
-        time.sleep(LIMIT_S)
+        signal.pause()
 
-    fork(serve)
+    process = fork(serve)
     os.close(writer)
-    return int(os.read(reader, 16))
+    return process, int(os.read(reader, 16))
 
 
 def fork(action: Any) -> int:

@@ -30,7 +30,7 @@ def test_after_every_kind_of_kill_a_run_ends_with_the_same_weights(tmp_path: Pat
     assert figures["kills of ranks"] == 2
     assert figures["kills of ranks that start again"] == 1
     assert figures["kills of reward workers"] == 1
-    # Of actor and critic: 4 layers of 12 tensors, the embedding and the last norm of each; and the critic's head.
-    assert figures["tensors compared"] == 2 * (4 * 12 + 2) + 1
+    # Of actor and critic: 4 layers of 12 tensors, the embedding, the last norm, and the head; the critic's has a bias.
+    assert figures["tensors compared"] == 2 * (4 * 12 + 3) + 1
     assert figures["tensors that differ"] == 0
     assert "is gone, killed or crashed; it was last seen in" in log.read_text()
