@@ -118,8 +118,12 @@ def to_megatron_mbridge(job: Job) -> None:
 
 
 def mbridge_of(model: Any) -> Any:
-    """The model's bridge, with what mbridge sets when it builds the model itself."""
+    """The model's bridge, with what mbridge sets when it builds the model itself, and files read to where the model is:
+    its reader of DeepSeek-V3 opens them on a GPU."""
+    from mbridge.core.safetensor_io import SafeTensorIO
+
     model.bridge.vocab_size = model.bridge.padded_vocab_size = model.vocab_size
+    model.bridge._get_safetensor_io = lambda folder: SafeTensorIO(str(folder))
     return model.bridge
 
 
