@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 class Stages:
     """Runs the commands of each stage and keeps its time."""
 
-    def __init__(self, ranks: int, engine: str) -> None:
+    def __init__(self, ranks: int, engine: str = "transformers") -> None:
         """Args:
         engine: what generates, for those stages that do.
         """

@@ -68,7 +68,7 @@ class RolloutConfig:
     responses are drawn again. 0: the run ends at the first."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Any other argument of SGLang's server, by its name there, e.g. `{attention_backend: fa3}`; names that the
-    installed SGLang does not have are refused."""
+    installed SGLang does not have are refused. Other engines do not look at it."""
     check_weight_sync: bool = True
     """Whether a checksum of each tensor is compared between trainer and engine after each sync; a difference stops the
     run. Wrong weights in an engine are otherwise silent."""

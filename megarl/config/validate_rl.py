@@ -45,9 +45,7 @@ def engine_problems(config: RunConfig, world_size: int, model: ModelShape | None
 
 def _sglang_problems(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.engine != "sglang":
-        if rollout.sglang:
-            yield f"rollout.sglang is set, but rollout.engine is {rollout.engine}: leave it out, or choose sglang."
+    if rollout.engine != "sglang":  # what a base config says of SGLang does not stop another engine
         return
     problems = list(option_problems(rollout.sglang))
     yield from problems

@@ -173,7 +173,6 @@ def problems_of(**rollout: object) -> list[str]:
         ({"sglang": {"ep_size": 3}, "tensor_model_parallel_size": 4}, "does not divide rollout.tensor_model_parallel"),
         ({"sglang": {"ep_size": "two"}}, "rollout.sglang.ep_size must be a whole number of at least 1, not 'two'"),
         ({"top_k": 5000}, "rollout.top_k is 5000, but SGLang gives log-probs of at most 4000 tokens"),
-        ({"engine": "transformers", "sglang": {"page_size": 1}}, "rollout.sglang is set, but rollout.engine is trans"),
     ],
 )
 def test_settings_that_cannot_go_together_are_named(rollout: dict[str, object], words: str) -> None:

@@ -49,7 +49,7 @@ from megatron.core.optimizer import OptimizerConfig
 parallel_state.initialize_model_parallel(tensor_parallel_size=2)
 parallel_state.destroy_everything()
 OptimizerConfig(optimizer="adam", learning_speed=1)
-get_pg_rank()
+get_pg_rank(None, 1)
 get_pg_rank(None)
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -47,13 +48,21 @@ def when_the_teacher_is_asked(config_path: Path) -> dict[str, bool]:
     kept = Path(config.trainer.default_local_dir, "teacher-scores-train.safetensors")
     weights = Path(str(config.reward_model.teacher), "model.safetensors")
     found = {"at first": asked(), "again": asked()}
-    weights.write_bytes(weights.read_bytes())
+    rewrite(weights, lambda content: content)
     found["after its weights were written anew"] = asked()
     found["with other data"] = asked(train_files=config.data.val_files)
-    kept.write_bytes(kept.read_bytes()[:-8])
+    rewrite(kept, lambda content: content[:-8])
     found["after the file was damaged"] = asked()
     found["at last"] = asked()
     return found
+
+
+def rewrite(file: Path, change: Callable[[bytes], bytes]) -> None:
+    """Writes a file anew on one rank, while no other reads it."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        file.write_bytes(change(file.read_bytes()))
+    dist.barrier()
 
 
 def scores(config: RunConfig, groups: object) -> torch.Tensor:
