@@ -36,11 +36,7 @@ def publish(target: str | Path) -> Iterator[Path]:
     try:
         outcome = SharedOutcome()
         with outcome.attempt(temporary):
-            if not temporary.is_dir():
-                raise ConfigError(
-                    f"rank {dist.get_rank()} does not see {temporary}, which rank 0 made; choose a folder on a file "
-                    "system that all ranks share"
-                )
+            check_shared(temporary)
         outcome.check()
         yield temporary
         dist.barrier()
@@ -58,6 +54,19 @@ def publish(target: str | Path) -> Iterator[Path]:
             problems = [problem.replace(str(temporary), str(target)) for problem in error.problems]
             raise ConfigError(problems) from None
         raise
+
+
+def check_shared(folder: Path) -> None:
+    """Refuses a folder that rank 0 has made and this rank does not see.
+
+    Raises:
+        ConfigError: it is on a file system that the ranks do not share.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"rank {dist.get_rank()} does not see {folder}, which rank 0 made; choose a folder on a file system that "
+            "all ranks share"
+        )
 
 
 def _make_temporary(target: Path) -> Path:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.checkpoint.publish import sync_tree
+from megarl.checkpoint.publish import check_shared, sync_tree
 from megarl.checkpoint.target import check_target
 from megarl.config.errors import ConfigError
 from megarl.weights.files import sync, whole_file
@@ -68,11 +68,7 @@ def publish_resumable(target: str | Path, identity: Mapping[str, Any]) -> Iterat
         content = partial / _CONTENT
         try:
             with outcome.attempt(partial):
-                if not content.is_dir():
-                    raise ConfigError(
-                        f"rank {dist.get_rank()} does not see {partial}, which rank 0 made; choose a folder on a file "
-                        "system that all ranks share"
-                    )
+                check_shared(content)
             outcome.check()
             journal = Journal(content, partial / _JOURNAL)
             with outcome.attempt(content):

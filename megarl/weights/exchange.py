@@ -16,14 +16,12 @@ import torch.distributed as dist
 
 from megarl import platform
 from megarl.weights.boxes import Box, box_index
+from megarl.weights.bucket import aligned
 from megarl.weights.export_hf import ExportPlan
 from megarl.weights.pieces import Piece, Shard
 from megarl.weights.safetensors_io import TensorInfo
 
 _ROUND_BYTES = 2**26
-
-_ALIGNMENT = 16
-"""Where tensors start in memory that they share: torch views bytes as wider elements from such offsets only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +210,13 @@ class _Mover:
         """Pieces of that many bytes, from memory that is used again: new pages would cost as much as filling them."""
         if not sizes:
             return []
-        aligned = [_aligned(size) for size in sizes]
+        sizes_taken = [aligned(size) for size in sizes]
         memory = self._memory.get(use)
-        if memory is None or memory.numel() < sum(aligned):
+        if memory is None or memory.numel() < sum(sizes_taken):
             self._memory.pop(use, None)
-            memory = torch.empty(sum(aligned), dtype=torch.uint8, device=platform.current().device)
+            memory = torch.empty(sum(sizes_taken), dtype=torch.uint8, device=platform.current().device)
             self._memory[use] = memory
-        parts = memory[: sum(aligned)].split(aligned)
+        parts = memory[: sum(sizes_taken)].split(sizes_taken)
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
@@ -232,8 +230,4 @@ def _as_boxes(buffer: torch.Tensor, boxes: list[torch.Tensor]) -> Iterator[torch
 
 def _nbytes(box: torch.Tensor) -> int:
     """What a box takes in a message."""
-    return _aligned(box.nbytes)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return aligned(box.nbytes)
