@@ -1,4 +1,4 @@
-"""Kills parts of a run at random, again and again, and looks whether it ends with the weights of a run left in peace.
+"""Kills parts of a run at random, again and again, and looks whether it has the weights of a run left in peace.
 
     python benchmarks/soak.py --kills 100
     python benchmarks/soak.py --kills 4 --seed 3 --keep /tmp/soak
@@ -10,6 +10,9 @@ seed fixes the draws; what a run is
 doing at that moment is up to the machine. A rank's end costs a restart of all ranks, which go on from the last
 checkpoint; a reward worker's end costs its response, which is scored again or gets `reward.failure_score`: such a kill
 would change the weights, so the reward function here is async, whose responses are all scored again.
+
+The run that is killed has no last step until all kills are done, however fast or slow the machine is. Then torchrun
+itself is killed, and another one brings the run to an end two steps on; the run left in peace takes as many steps.
 
 Exit status 1 where weights differ or the run did not end.
 """
@@ -76,8 +79,8 @@ def draw(generator: random.Random) -> Kill:
     )
 
 
-def write_run(folder: Path, steps: int) -> Path:
-    """Model, data, reward function and config; returns the config's path."""
+def write_run(folder: Path) -> Path:
+    """Model, data, reward function and config of a run without end; returns the config's path."""
     write_prompts(folder, [f"What is {i} plus {3 * i}?" for i in range(64)])
     (folder / "reward.py").write_text(REWARD)
     optim = {"lr": 1e-3, "eps": 1e-4}
@@ -103,7 +106,6 @@ def write_run(folder: Path, steps: int) -> Path:
         "observe": {"peak_tflops": 0.1},
         "trainer": {
             "total_epochs": 1_000_000,
-            "total_training_steps": steps,
             "save_freq": SAVE_FREQ,
             "logger": ["jsonl"],
             "val_before_train": False,
@@ -117,15 +119,18 @@ def write_run(folder: Path, steps: int) -> Path:
 class Run:
     """One torchrun and what it leaves."""
 
-    def __init__(self, config: Path, output: Path, restarts: int) -> None:
+    def __init__(self, config: Path, output: Path, *, restarts: int, steps: int | None = None) -> None:
         self.output = output
-        output.mkdir(parents=True)
+        output.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
         command += [f"--max-restarts={restarts}", str(ROOT / "launch/train.py"), "--config", str(config)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self._log = (output / "log.txt").open("w")
+        command += [f"trainer.default_local_dir={output}"]
+        if steps is not None:
+            command += [f"trainer.total_training_steps={steps}"]
+        self._log = (output / "log.txt").open("a")
         self._process = subprocess.Popen(
-            [*command, f"trainer.default_local_dir={output}"],
+            command,
             env=environment,
             stdout=self._log,
             stderr=self._log,
@@ -170,9 +175,20 @@ class Run:
 
     def close(self) -> None:
         """Ends whatever still runs: the ranks die with torchrun."""
+        ranks = self.ranks()
         self._process.kill()
         self._process.wait()
+        while any(map(is_alive, ranks)):
+            time.sleep(0.02)
         self._log.close()
+
+
+def is_alive(pid: int) -> bool:
+    """A process that has ended, but that nobody has waited for yet, has no command line any more."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
 
 
 def children(pid: int) -> list[int]:
@@ -228,11 +244,11 @@ def carry_out(run: Run, kill: Kill, tally: Tally, limit_s: float) -> bool:
     ranks = run.ranks()
     if len(ranks) < RANKS:
         return False
-    workers = descendants(ranks[kill.rank]) if kill.of_worker else []
-    victim = workers[0] if workers else ranks[kill.rank]
-    os.kill(victim, signal.SIGKILL)
+    if kill.of_worker and not run.wait_for(lambda: bool(descendants(ranks[kill.rank])), limit_s):
+        return False
+    os.kill(descendants(ranks[kill.rank])[0] if kill.of_worker else ranks[kill.rank], signal.SIGKILL)
     start = time.time()
-    if workers:
+    if kill.of_worker:
         step = run.last_step()
         came_back = run.wait_for(lambda: run.last_step() > step, limit_s)
         tally.worker_s.append(time.time() - start)
@@ -281,27 +297,22 @@ def main() -> int:
     arguments = parser.parse_args()
     generator = random.Random(arguments.seed)
     kills = [draw(generator) for _ in range(arguments.kills)]
-    # At most so many steps pass up to each kill, and a restart repeats some.
-    steps = sum(kill.after_steps + 2 for kill in kills) + SAVE_FREQ
     with ExitStack() as stack:
         folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megarl-soak-")))
         folder.mkdir(parents=True, exist_ok=True)
-        config = write_run(folder, steps)
-        return soak(config, folder, steps, kills, arguments.limit, arguments.json)
+        return soak(write_run(folder), folder, kills, arguments.limit, arguments.json)
 
 
-def soak(config: Path, folder: Path, steps: int, kills: list[Kill], limit_s: float, result: Path | None) -> int:
-    tally = in_peace(config, folder / "in-peace", steps, limit_s)
-    print(
-        f"left in peace: {steps} steps; first after {tally.start_s:.1f} s, then {tally.step_s:.2f} s each", flush=True
-    )
-    run = Run(config, folder / "killed", restarts=2 * len(kills))
+def soak(config: Path, folder: Path, kills: list[Kill], limit_s: float, result: Path | None) -> int:
+    killed = folder / "killed"
+    run = Run(config, killed, restarts=2 * len(kills))
     try:
-        run.wait_for(lambda: run.last_step() >= 1, limit_s)
+        tally = watch_start(run, limit_s)
         kill_again_and_again(run, kills, tally, limit_s)
-        status = run.status(steps * limit_s)
+        steps = run.saved_step() + SAVE_FREQ
     finally:
         run.close()
+    status = to_the_end(config, killed, steps, limit_s) or to_the_end(config, folder / "in-peace", steps, limit_s)
     expected, found = weights(folder / "in-peace"), weights(folder / "killed")
     wrong = differing(expected, found) if expected else ["all"]
     figures = {
@@ -310,6 +321,7 @@ def soak(config: Path, folder: Path, steps: int, kills: list[Kill], limit_s: flo
         "kills of reward workers": len(tally.worker_s),
         "seconds from kill to the next step, median": statistics.median(tally.recovered_s or [0.0]),
         "seconds from kill to the next step, worst": max(tally.recovered_s, default=0.0),
+        "steps": steps,
         "tensors compared": len(expected),
         "tensors that differ": len(wrong),
         "exit status": status,
@@ -320,20 +332,24 @@ def soak(config: Path, folder: Path, steps: int, kills: list[Kill], limit_s: flo
     return 1 if wrong or status else 0
 
 
-def in_peace(config: Path, output: Path, steps: int, limit_s: float) -> Tally:
-    """The run that nothing is done to, and how long its parts take."""
+def watch_start(run: Run, limit_s: float) -> Tally:
+    """How long the run's start and its steps take, while nothing is done to it."""
     start = time.monotonic()
-    run = Run(config, output, restarts=0)
+    run.wait_for(lambda: run.last_step() >= 1, limit_s)
+    first, step = time.monotonic(), run.last_step()
+    run.wait_for(lambda: run.last_step() >= step + 3, limit_s)
+    taken = (time.monotonic() - first) / (run.last_step() - step)
+    print(f"first step after {first - start:.1f} s, then {taken:.2f} s each", flush=True)
+    return Tally(recovered_s=[], worker_s=[], start_s=first - start, step_s=taken)
+
+
+def to_the_end(config: Path, output: Path, steps: int, limit_s: float) -> int:
+    """Runs until `steps` are done, from the last checkpoint if there is one; returns torchrun's exit status."""
+    run = Run(config, output, restarts=0, steps=steps)
     try:
-        run.wait_for(lambda: run.last_step() >= 1, limit_s)
-        first = time.monotonic()
-        if status := run.status(steps * limit_s):
-            raise RuntimeError(f"the run that was left in peace ended with status {status}; see {output / 'log.txt'}")
+        return run.status(steps * limit_s)
     finally:
         run.close()
-    return Tally(
-        recovered_s=[], worker_s=[], start_s=first - start, step_s=(time.monotonic() - first) / max(steps - 1, 1)
-    )
 
 
 if __name__ == "__main__":
