@@ -51,7 +51,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 def write_random(folder: Path, megabytes: int, dtype: torch.dtype) -> Path:
     """A Llama of about `megabytes`, with 16 layers and random weights."""
-    hidden = 64
+    hidden = 128
     config = lambda width: transformers.LlamaConfig(
         vocab_size=32000,
         hidden_size=width,
@@ -62,8 +62,8 @@ def write_random(folder: Path, megabytes: int, dtype: torch.dtype) -> Path:
         max_position_embeddings=2048,
     )
     size = lambda width: (2 * 32000 * width + 16 * 16 * width * width) * dtype.itemsize
-    while size(hidden + 64) < megabytes * 1e6:
-        hidden += 64
+    while size(hidden + 128) < megabytes * 1e6:
+        hidden += 128  # an even number of heads, for TP2
     transformers.AutoModelForCausalLM.from_config(config(hidden), dtype=dtype).save_pretrained(folder)
     return folder
 

@@ -5,6 +5,7 @@ On a GPU the handle is CUDA's (the scheduler maps the trainer's memory), on a CP
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import pickle
@@ -101,7 +102,13 @@ def arrived(content: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _mapped(path: str, size: int) -> Tensor:
-    # torch has no read-only tensors, and a mapping of no bytes does not exist.
-    return (
-        torch.from_file(path, shared=True, size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
-    )
+    """The first bytes of a `SharedMemory`."""
+    file = os.stat(path)
+    return _mapping(path, file.st_ino, file.st_size)[:size]
+
+
+# Kept until other memory comes: a mapping for each bucket would fault every page of it anew, half of a sync's time.
+@functools.lru_cache(maxsize=1)
+def _mapping(path: str, _inode: int, size: int) -> Tensor:
+    # torch has no read-only tensors.
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
