@@ -7,13 +7,17 @@ import argparse
 import os
 import sys
 import textwrap
+import time
 
 from megarl.config import ConfigError, RunConfig, load_config, missing_packages, validate
+from megarl.config.guard_notes import guard_notes
 from megarl.config.show import config_sections, describe_run, key_help, print_text, to_yaml
 from megarl.processes.parent import die_with_parent
 from megarl.processes.stop_signals import listen
 
 EXIT_BAD_CONFIG = 2
+FIRST_SPEAKS_S = 5.0
+"""Torchrun ends every rank as soon as one has left: the others wait this long for what the first has to say."""
 
 
 def main() -> int:
@@ -89,7 +93,8 @@ def print_check(config: RunConfig, world_size: int) -> None:
     """The whole config as YAML, with what it means for this world size as comments."""
     if not is_first_rank():
         return
-    facts = [describe_run(config, world_size), *missing_packages(config)]
+    notes = guard_notes(config, config.trainer.total_training_steps)
+    facts = [describe_run(config, world_size), *notes, *missing_packages(config)]
     print_text(to_yaml(config) + textwrap.indent("\n".join(facts), "# "))
 
 
@@ -98,6 +103,8 @@ def refuse(problems: list[str]) -> int:
     if is_first_rank():
         count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
         print("\n".join([f"{count}:", *(f"- {problem}" for problem in problems)]), file=sys.stderr)
+    else:
+        time.sleep(FIRST_SPEAKS_S)
     return EXIT_BAD_CONFIG
 
 

@@ -7,6 +7,7 @@ passes on to its ranks, and waits for them; SIGUSR1 it does not even handle unle
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -40,7 +41,8 @@ def main() -> int:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(EXIT_PREEMPTED)
+    # Not sys.exit: its exception is swallowed where the signal interrupts a callback, as the import system has them.
+    os._exit(EXIT_PREEMPTED)
 
 
 if __name__ == "__main__":

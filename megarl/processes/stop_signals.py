@@ -41,10 +41,11 @@ class StopSignals:
         self._first: dict[signal.Signals, float] = {}
         self._reader, writer = os.pipe()
         os.set_blocking(writer, False)
+        # Before the handlers: a signal that comes between the two must not be lost.
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         # Not SIG_IGN: the interpreter writes the number of a signal into the pipe only where it has a handler.
         for number in _SIGNALS:
             signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         # Slurm sends SIGUSR1 to every process of a job. Threads and programs started from here on inherit this mask, so
         # that the signal cannot kill an engine's processes or what a reward function has started. SIGTERM is left
         # alone: parents end their children with it.
@@ -73,10 +74,7 @@ class StopSignals:
         if now - self._first.setdefault(number, now) > SAME_REQUEST_S:
             _leave(f"a second {number.name}: the run ends at once")
         if self.request is None and _rank() == "0":
-            again = f"a second {number.name} ends it at once"
-            print(
-                f"{number.name}: the run ends after this step, with a checkpoint; {again}", file=sys.stderr, flush=True
-            )
+            print(_announcement(number), file=sys.stderr, flush=True)
         self.request = number
 
 
@@ -99,6 +97,13 @@ def begin_steps() -> None:
 def stop_request() -> signal.Signals | None:
     """What this process was asked, if it listens and was asked anything."""
     return _listener.request if _listener is not None else None
+
+
+def _announcement(number: signal.Signals) -> str:
+    # torchrun ends the ranks that are left with the signal that it passes on when it is asked to stop itself.
+    unless = ", unless torchrun sent it because a rank has failed" if number is signal.SIGTERM else ""
+    what = f"{number.name}: the run ends after this step, with a checkpoint{unless}"
+    return f"{what}; a second {number.name} ends it at once"
 
 
 def _rank() -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.rewards.custom import SetupError
 from megarl.rewards.messages import Job, Setup, frame
-from megarl.rewards.outcome import Outcome
+from megarl.rewards.outcome import FailureKind, Outcome
 from megarl.rewards.process import WorkerProcess
 
 logger = logging.getLogger(__name__)
@@ -176,6 +176,16 @@ class WorkerPool:
 
     async def _next_task(self, worker: WorkerProcess) -> _Task | None:
         """The next task of the queue; None if the worker dies first."""
+        task = await self._take_task(worker)
+        if task is None or worker.is_running:
+            return task
+        # It was killed while it was idle, and its closed socket has not been seen yet: this response did not do it.
+        self._queue.put_nowait(task)
+        await worker.end(FailureKind.WORKER_DIED)
+        return None
+
+    async def _take_task(self, worker: WorkerProcess) -> _Task | None:
+        """Waits for the queue, or until the end of the worker is known."""
         if not self._queue.empty() and not worker.died.done():
             return self._queue.get_nowait()
         get = asyncio.create_task(self._queue.get())

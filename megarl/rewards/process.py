@@ -35,6 +35,10 @@ _PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from megarl.rewards.wo
 modules, and reach the programs that a reward function starts."""
 
 _GRACE_S = 0.5
+_EXIT_S = 2.0
+"""For a process whose socket has closed to be gone as well, also on a busy machine."""
+_STACKS_S = 0.1
+"""For a worker to write the rest of its stacks: it may lose the core in between."""
 _END_LIMIT_S = 5.0
 _POLL_S = 0.01
 _CLOSED = (asyncio.IncompleteReadError, ConnectionError)
@@ -114,6 +118,11 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process; `died` is done only a moment after there is none."""
+        return self._process.poll() is None
+
     async def score(self, number: int, job: bytes) -> Outcome | None:
         """Scores one response; None if the worker ended before it answered, whatever it ended of (`died`).
 
@@ -146,7 +155,8 @@ class WorkerProcess:
     async def close(self) -> None:
         """Lets an idle worker end by itself, and then makes sure."""
         self._writer.close()
-        await self._poll(lambda: self._process.poll() is not None, _GRACE_S)
+        if not await self._poll(lambda: not self.is_running, _GRACE_S):
+            _kill_session(self.pid)
         await self.end(FailureKind.WORKER_DIED)
 
     async def _listen(self) -> None:
@@ -167,13 +177,13 @@ class WorkerProcess:
         if kind is FailureKind.TIMEOUT and self._process.poll() is None:
             os.kill(self.pid, STACK_SIGNAL)
             await self._poll(lambda: os.fstat(self._stacks.fileno()).st_size > 0, _GRACE_S)
-            await asyncio.sleep(_POLL_S)  # for the rest of it
+            await asyncio.sleep(_STACKS_S)
         else:
             # The socket closes a moment before the process is gone; how it went is worth that moment.
-            await self._poll(lambda: self._process.poll() is not None, _GRACE_S)
+            await self._poll(lambda: not self.is_running, _EXIT_S)
         status = self._process.poll()  # before it is killed from here
         _kill_session(self.pid)
-        if not await self._poll(lambda: self._process.poll() is not None, _END_LIMIT_S):
+        if not await self._poll(lambda: not self.is_running, _END_LIMIT_S):
             logger.warning("The reward worker %d cannot be killed and is left behind.", self.pid)
         self._writer.close()
         self._stacks.seek(0)

@@ -20,7 +20,7 @@ import sys, time
 from megarl.checkpoint.run_lock import RunLock
 lock = RunLock(sys.argv[1])
 print(lock.acquire(), flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -98,7 +98,7 @@ def test_a_lock_that_was_released_is_free_and_leaves_no_name(tmp_path: Path) -> 
     lock.release()
     assert (tmp_path / LOCK_NAME).read_text() == ""
     process = subprocess.run(
-        [sys.executable, "-c", HOLDER.replace("time.sleep(60)", ""), str(tmp_path)], capture_output=True, text=True
+        [sys.executable, "-c", HOLDER.replace("time.sleep(3600)", ""), str(tmp_path)], capture_output=True, text=True
     )
     assert process.stdout == "None\n", process.stderr
 

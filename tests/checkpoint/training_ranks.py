@@ -36,6 +36,7 @@ from megarl.parallel.groups import Groups, build_groups  # noqa: E402
 from megarl.weights.export_hf import export_hf  # noqa: E402
 from megarl.weights.load_hf import load_hf  # noqa: E402
 from tests.distributed.train_step import global_batch, micro_batches  # noqa: E402
+from tests.launch import LIMIT_S  # noqa: E402
 
 
 class Learner:
@@ -74,7 +75,7 @@ def writes_that_wait() -> Iterator[threading.Event]:
     event, write = threading.Event(), StagedWrite.write
 
     def wait_and_write(staged: StagedWrite) -> None:
-        assert event.wait(60)
+        assert event.wait(LIMIT_S)
         write(staged)
 
     StagedWrite.write = wait_and_write  # type: ignore[method-assign]

@@ -4,14 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
 from megarl.config.load import CONFIG_FOLDER
+from tests.launch import LIMIT_S, ROOT
 
-ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "launch" / "train.py"
 LLAMA_70B = {
     "model_type": "llama",
@@ -48,7 +47,7 @@ SMOLLM2_135M = {
 
 def train(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")} | environment
-    return subprocess.run([sys.executable, TRAIN, *arguments], capture_output=True, text=True, timeout=60, env=env)
+    return subprocess.run([sys.executable, TRAIN, *arguments], capture_output=True, text=True, timeout=LIMIT_S, env=env)
 
 
 @pytest.fixture
@@ -78,7 +77,7 @@ def test_neither_torch_nor_transformers_is_imported(arguments):
         "    heavy = {'torch', 'transformers', 'megatron', 'numpy'} & set(sys.modules)\n"
         "    print('HEAVY', sorted(heavy), file=sys.stderr)\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT_S)
     assert "HEAVY []" in result.stderr
 
 

@@ -21,14 +21,15 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from megarl.config import load_config
-from megarl.platform.progress import Progress
+from megarl.observe.meeting import Meeting
+from megarl.observe.rank_record import RankRecord
+from megarl.platform.progress import PROGRESS, Progress
 from megarl.trainers.run import run
 
 WORLD_SIZE = 2
 AT_ONCE = 5
-LIMIT_S = 150.0
-HEARD_S = 1.0
-"""Until the others have heard of the phase that a rank is stopped in; tiny phases are shorter than that."""
+LIMIT_S = 400.0
+"""Of all that run at once."""
 
 
 def main(config: str, folder: str, cases: str) -> None:
@@ -104,26 +105,45 @@ def run_rank(rank: int, port: int, config: str, folder: Path, case: dict[str, An
 
 
 def plan_fault(case: dict[str, Any]) -> None:
-    """Lets something happen to this process at the beginning of a phase."""
+    """Lets something happen to this process at the beginning of a phase, when the others have heard that it began."""
+    heard = note_what_the_others_hear()
     in_phase = Progress.in_phase
 
     @contextmanager
     def with_fault(progress: Progress, phase: str) -> Iterator[None]:
         with in_phase(progress, phase):
             if (progress.step, phase) == (case["step"], case["phase"]):
+                wait_until_heard(heard)
                 ACTIONS[case["action"]]()
             yield
 
     Progress.in_phase = with_fault  # type: ignore[method-assign]
 
 
+def note_what_the_others_hear() -> list[RankRecord]:
+    """A list in which the last thing is what this rank last told of itself."""
+    say = Meeting.say
+    heard: list[RankRecord] = []
+
+    def say_and_note(meeting: Meeting, topic: str, message: str) -> None:
+        say(meeting, topic, message)
+        if topic == "record":
+            heard[:] = [RankRecord.from_json(message)]
+
+    Meeting.say = say_and_note  # type: ignore[method-assign]
+    return heard
+
+
+def wait_until_heard(heard: list[RankRecord]) -> None:
+    while not heard or (heard[0].step, heard[0].phase) != (PROGRESS.step, PROGRESS.phase):
+        time.sleep(0.01)
+
+
 def stop() -> None:
-    time.sleep(HEARD_S)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def kill() -> None:
-    time.sleep(HEARD_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -6,10 +6,8 @@ Usage: torchrun … parity.py MODELS_FOLDER RESULTS_FILE CASES_JSON
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 
@@ -28,6 +26,7 @@ from megarl.parallel.groups import Groups, build_groups
 from megarl.weights.export_hf import export_hf
 from megarl.weights.load_hf import load_hf
 from megarl.weights.safetensors_io import SafetensorsReader
+from tests.launch import LIMIT_S, end_at_the_time_limit
 
 LENGTHS = (7, 24, 1, 40)
 AUTO_CLASS = {
@@ -92,11 +91,11 @@ def run_case(folder: Path, groups: Groups, role: Role) -> dict:
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(float(os.environ.get("MEGARL_TEST_TIMEOUT_S", "200")), exit=True)
+    end_at_the_time_limit()
     logging.disable(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
     models_folder, results_file = Path(sys.argv[1]), Path(sys.argv[2])
-    rank, world_size = platform.init_distributed(120)
+    rank, world_size = platform.init_distributed(LIMIT_S)
     results = {}
     for case in json.loads(sys.argv[3]):
         groups = build_groups(Layout(world_size=world_size, **case["layout"]))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.fault_ranks import LIMIT_S
 from tests.launch import ROOT, environment
 from tests.trainers.tiny_run import make_tiny_run
 
@@ -48,10 +49,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         critic={"optim": {"lr": 1e-3, "eps": 1e-4}},
         algorithm={"adv_estimator": "gae", "use_kl_in_reward": True},
         trainer={"total_training_steps": 3, "save_freq": 1, "val_before_train": False, "logger": ["jsonl"]},
-        observe={"hang_timeout_s": 8, "peak_tflops": 0.1},
+        # Far longer than a healthy rank waits for another where ten of them share two cores.
+        observe={"hang_timeout_s": 20, "peak_tflops": 0.1},
     )
     command = [sys.executable, "tests/distributed/fault_ranks.py", str(config), str(folder), json.dumps(CASES)]
-    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=500)
+    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=4 * LIMIT_S)
     assert result.returncode == 0, result.stderr
     return folder
 
@@ -69,7 +71,6 @@ def report(folder: Path, case: str) -> str:
     return file.read_text()
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_that_is_stopped_is_named_with_its_phase(folder: Path, phase: str) -> None:
     case = f"stop-{phase}"

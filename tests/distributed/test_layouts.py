@@ -68,7 +68,6 @@ def _recompute(name: str) -> dict[str, str]:
     return {"recompute_granularity": name.split("recompute ")[1]} if "recompute" in name else {}
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("model", MODELS)
 def test_one_process_gradients_equal_autograd_of_transformers(results: Path, models: Path, model: str) -> None:
     reference = transformers_model(models / model)
@@ -83,7 +82,6 @@ def test_one_process_gradients_equal_autograd_of_transformers(results: Path, mod
     assert distance < TOLERANCE, name
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("distributed", [False, True], ids=["optimizer", "distributed optimizer"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", [name for layouts in LAYOUTS.values() for name in layouts])

@@ -118,7 +118,6 @@ def reference(models: Path) -> Any:
     return functools.cache(lambda model: Reference(models / model))
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("layout", "model"), PLAIN_RUNS)
 def test_gradients_equal_autograd_of_transformers(results: Path, reference: Any, layout: str, model: str) -> None:
     expected, found = reference(model), load(results, layout, model, False)
@@ -132,7 +131,6 @@ def test_gradients_equal_autograd_of_transformers(results: Path, reference: Any,
     assert distance < TOLERANCE, name
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("layout", "model", "distributed"), EVERY_RUN)
 def test_a_step_is_the_same_in_every_layout(results: Path, layout: str, model: str, distributed: bool) -> None:
     expected, found = load(results, "one", model, False), load(results, layout, model, distributed)

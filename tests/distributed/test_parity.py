@@ -89,7 +89,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     return found
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("case", NAMES)
 def test_outputs_equal_transformers_and_the_export_is_bit_identical(results: dict[str, dict], case: str) -> None:
     assert results[case]["distance"] < TOLERANCE

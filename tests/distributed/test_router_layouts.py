@@ -138,7 +138,6 @@ def reference(models: Path) -> Any:
     return functools.cache(lambda family: Reference(models / family))
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("layout", "family"), EVERY_RUN)
 def test_gradients_equal_autograd_of_transformers(results: Path, reference: Any, layout: str, family: str) -> None:
     expected, found = reference(family), load(results, layout, family, False)
@@ -147,7 +146,6 @@ def test_gradients_equal_autograd_of_transformers(results: Path, reference: Any,
     assert distance < TOLERANCE, name
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("layout", "family"), EVERY_RUN)
 def test_a_step_and_its_metrics_are_the_same_in_every_layout(results: Path, layout: str, family: str) -> None:
     expected, found = load(results, "one", family, False), load(results, layout, family, False)
@@ -157,7 +155,6 @@ def test_a_step_and_its_metrics_are_the_same_in_every_layout(results: Path, layo
     assert distance < TOLERANCE, name
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_metrics_are_what_plain_counting_finds(results: Path, reference: Any, family: str) -> None:
     found = load(results, "one", family, False)["routers"][0]

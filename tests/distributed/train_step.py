@@ -10,11 +10,9 @@ many sequences are packed together.
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import logging
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -35,6 +33,7 @@ from megarl.models.train import TrainableModel, optimizer_config
 from megarl.parallel.groups import Groups, build_groups
 from megarl.weights.export_hf import ExportPlan, export_hf, plan_export
 from megarl.weights.load_hf import load_hf
+from tests.launch import LIMIT_S, end_at_the_time_limit
 
 LENGTHS = (7, 24, 2, 13, 17, 9, 31, 5)
 PER_MICRO_BATCH = 2
@@ -158,10 +157,10 @@ def gradients(model: MegatronModel, plan: ExportPlan, names: list[str]) -> dict[
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(float(os.environ.get("MEGARL_TEST_TIMEOUT_S", "200")), exit=True)
+    end_at_the_time_limit()
     logging.disable(logging.WARNING)
     models_folder, results_folder = Path(sys.argv[1]), Path(sys.argv[2])
-    rank, world_size = platform.init_distributed(120)
+    rank, world_size = platform.init_distributed(LIMIT_S)
     for case in json.loads(sys.argv[3]):
         groups = build_groups(Layout(world_size=world_size, **case["layout"]))
         for model, distributed in case["runs"]:

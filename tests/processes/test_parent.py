@@ -8,14 +8,14 @@ import subprocess
 import sys
 import time
 
-from tests.launch import ROOT
+from tests.launch import LIMIT_S, ROOT
 
 PARENT = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {child!r}], stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 CHILD = "from megarl.processes.parent import die_with_parent; die_with_parent(); print(flush=True)\nwhile True: pass"
 
@@ -34,7 +34,7 @@ def test_a_parent_that_is_gone_already_is_noticed() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 1
 
 
-def ends(pid: int, limit_s: float = 30.0) -> bool:
+def ends(pid: int, limit_s: float = LIMIT_S / 5) -> bool:
     """Whether a process ends; if not, it is killed."""
     deadline = time.monotonic() + limit_s
     while runs(pid):

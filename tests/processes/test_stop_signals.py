@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megarl.processes.stop_signals import EXIT_PREEMPTED
-from tests.launch import ROOT
+from tests.launch import LIMIT_S, ROOT
 
 LONG_S, SHORT_S = "600", "0.2"
 
@@ -26,18 +26,26 @@ def listening(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
         text=True,
     )
     try:
-        child = int(process.stdout.readline().split()[1])
+        child = int(line_of(process, "listening").split()[1])
         yield process, child
     finally:
         process.kill()
         process.communicate()
 
 
+def line_of(process: subprocess.Popen[str], beginning: str) -> str:
+    """The next line that begins so; what comes before it is passed over."""
+    for line in process.stdout:
+        if line.startswith(beginning):
+            return line
+    raise AssertionError(f"the listener ended before it said {beginning}: {process.stderr.read()}")
+
+
 def test_a_request_is_noted_and_the_process_goes_on() -> None:
     for number in (signal.SIGUSR1, signal.SIGTERM):
         with listening(LONG_S) as (process, _):
             process.send_signal(number)
-            assert process.stdout.readline().startswith(number.name)
+            line_of(process, number.name)
             assert process.poll() is None
             assert f"{number.name}: the run ends after this step" in process.stderr.readline()
 
@@ -47,32 +55,32 @@ def test_sigusr1_does_not_reach_the_programs_that_the_process_has_started() -> N
     with listening(LONG_S) as (process, child):
         os.kill(child, signal.SIGUSR1)
         process.send_signal(signal.SIGUSR1)
-        assert process.stdout.readline().split() == ["SIGUSR1", "None"]  # the child still runs
+        assert line_of(process, "SIGUSR1").split() == ["SIGUSR1", "None"]  # the child still runs
 
 
 def test_the_same_signal_once_more_at_the_same_time_is_the_same_request() -> None:
-    with listening(LONG_S) as (process, _):
-        process.send_signal(signal.SIGTERM)
-        process.stdout.readline()
-        process.send_signal(signal.SIGTERM)
+    with listening(LONG_S, LONG_S) as (process, _):
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            line_of(process, "noted SIGTERM")
         process.send_signal(signal.SIGUSR1)
-        assert process.stdout.readline().startswith("SIGUSR1")
+        line_of(process, "SIGUSR1")
         assert process.poll() is None
 
 
 def test_a_second_signal_later_ends_the_process_at_once() -> None:
     with listening(LONG_S, "0") as (process, _):
         process.send_signal(signal.SIGUSR1)
-        process.stdout.readline()
+        line_of(process, "noted SIGUSR1")
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=60) == EXIT_PREEMPTED
+        assert process.wait(timeout=LIMIT_S) == EXIT_PREEMPTED
         assert "rank 0: a second SIGUSR1: the run ends at once" in process.stderr.read()
 
 
 def test_after_sigterm_the_process_leaves_when_its_grace_is_over() -> None:
     with listening(SHORT_S) as (process, _):
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == EXIT_PREEMPTED
+        assert process.wait(timeout=LIMIT_S) == EXIT_PREEMPTED
         assert "rank 0: SIGTERM: no step ended, with a checkpoint of it, within 0.2 s" in process.stderr.read()
 
 
@@ -80,5 +88,5 @@ def test_sigterm_before_the_first_step_ends_the_process_at_once() -> None:
     """torchrun sends it where another rank has failed, which this one may be waiting for."""
     with listening(LONG_S, "start") as (process, _):
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == EXIT_PREEMPTED
+        assert process.wait(timeout=LIMIT_S) == EXIT_PREEMPTED
         assert "rank 0: SIGTERM before the first step: the run ends at once" in process.stderr.read()

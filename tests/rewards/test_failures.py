@@ -16,6 +16,7 @@ import pytest
 
 from megarl.data.sample import Sample
 from megarl.rewards.outcome import FailureKind
+from tests.launch import LIMIT_S
 from tests.rewards.samples import custom_manager, sample, score_all
 
 FUNCTION = """
@@ -35,13 +36,13 @@ def stop(error):
 """
 
 FAILURES = {
-    "forever()": (FailureKind.TIMEOUT, "timeout: the reward function took longer than 1 s"),
+    "forever()": (FailureKind.TIMEOUT, "timeout: the reward function took longer than 3 s"),
     # C code that never gives the interpreter back: no thread or Python signal handler could stop it.
-    "re.match('(a+)+$', 'a' * 60 + 'b')": (FailureKind.TIMEOUT, "timeout: the reward function took longer than 1 s"),
-    "subprocess.run(['sleep', '1000'])": (FailureKind.TIMEOUT, "timeout: the reward function took longer than 1 s"),
+    "re.match('(a+)+$', 'a' * 60 + 'b')": (FailureKind.TIMEOUT, "timeout: the reward function took longer than 3 s"),
+    "subprocess.run(['sleep', '1000'])": (FailureKind.TIMEOUT, "timeout: the reward function took longer than 3 s"),
     "[signal.signal(signal.SIGUSR2, signal.SIG_IGN), forever()]": (
         FailureKind.TIMEOUT,
-        "timeout: the reward function took longer than 1 s",
+        "timeout: the reward function took longer than 3 s",
     ),
     "1 / 0": (FailureKind.EXCEPTION, "exception: ZeroDivisionError: division by zero"),
     "sys.exit(3)": (FailureKind.EXCEPTION, "exception: SystemExit: 3"),
@@ -79,7 +80,7 @@ FAILURES = {
 
 def _eventually(condition: Callable[[], bool]) -> bool:
     """Whether something becomes true; the limit only ends a test that has failed."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LIMIT_S / 5
     while time.monotonic() < deadline:
         if condition():
             return True
@@ -102,7 +103,7 @@ def test_each_way_to_fail_is_named_and_counted_and_the_others_are_scored(
     samples: list[Sample] = []
     for response in FAILURES:
         samples += [sample("good"), sample(response), sample("good")]
-    with caplog.at_level(logging.WARNING), custom_manager(tmp_path, FUNCTION, timeout_s=1.0) as manager:
+    with caplog.at_level(logging.WARNING), custom_manager(tmp_path, FUNCTION, timeout_s=3.0) as manager:
         scores = score_all(manager, samples)
         metrics = manager.metrics()
         assert _eventually(lambda: all(map(_is_running, manager.worker_pids))), "the dead are replaced"
@@ -146,7 +147,7 @@ def test_a_crash_in_c_code_is_logged_with_where_it_stood(tmp_path: Path, caplog:
 def test_a_stopped_worker_takes_what_it_has_started_with_it(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     response = f"open({str(pid_file)!r}, 'w').write(str(subprocess.Popen(['sleep', '1000']).pid)) and forever()"
-    with custom_manager(tmp_path, FUNCTION, timeout_s=1.0) as manager:
+    with custom_manager(tmp_path, FUNCTION, timeout_s=5.0) as manager:
         assert score_all(manager, [sample(response)]) == [-1.0]
     assert _eventually(lambda: not _is_running(int(pid_file.read_text())))
 
@@ -172,20 +173,30 @@ def test_workers_that_cannot_be_replaced_stop_the_run_instead_of_hanging_it(tmp_
             manager.collect()
 
 
-def test_workers_that_die_before_they_get_anything_stop_the_run(tmp_path: Path) -> None:
+def test_workers_that_die_before_they_get_anything_stop_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source = """
-        import os, threading, time
+        import os, sys, threading, time
         def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             return 1.0
-        threading.Thread(target=lambda: (time.sleep(0.1), os._exit(5))).start()
+        def functions(frame):
+            while frame is not None:
+                yield frame.f_code.co_name
+                frame = frame.f_back
+        def die_when_ready():
+            main = threading.main_thread().ident
+            while "_serve" not in functions(sys._current_frames()[main]):
+                time.sleep(0.01)
+            os._exit(5)
+        threading.Thread(target=die_when_ready).start()
     """
-    with custom_manager(tmp_path, source, num_workers=1) as manager:
-        time.sleep(0.5)
-        deadline = time.monotonic() + 30
+    lost = "An idle reward worker was lost: the reward worker ended with exit status 5"
+    with caplog.at_level(logging.WARNING), custom_manager(tmp_path, source, num_workers=1) as manager:
+        # Nothing is submitted before: it might reach a worker in its last moment.
+        assert _eventually(lambda: sum(lost in record.getMessage() for record in caplog.records) == 5)
         with pytest.raises(RuntimeError, match="the reward worker ended with exit status 5"):
-            while time.monotonic() < deadline:
-                time.sleep(1)
-                score_all(manager, [sample("good")])
+            score_all(manager, [sample("good")])
 
 
 ASYNC_FUNCTION = """
@@ -235,10 +246,10 @@ def test_async_calls_run_at_the_same_time(tmp_path: Path) -> None:
 def test_async_failures_hit_only_the_culprit(tmp_path: Path) -> None:
     texts = ["0.01", "slow", "0.3", "own timeout", "raise", "exit", "0.3", "exit", "0.4"]
     samples = [sample(text) for text in texts]
-    with custom_manager(tmp_path, ASYNC_FUNCTION, num_workers=1, timeout_s=2.0) as manager:
+    with custom_manager(tmp_path, ASYNC_FUNCTION, num_workers=1, timeout_s=4.0) as manager:
         assert score_all(manager, samples) == [1, -1, 1, -1, -1, -1, 1, -1, 1]
     failures = [each.reward_failure for each in samples if each.reward_failure]
-    assert failures[0] == "timeout: the reward function took longer than 2 s"
+    assert failures[0] == "timeout: the reward function took longer than 4 s"
     assert failures[1].startswith("exception: TimeoutError")
     assert failures[2] == "exception: SystemExit: 2"
     assert failures[3] == failures[4] == "worker_died: the reward worker ended with exit status 7"
@@ -249,9 +260,9 @@ def test_an_async_function_that_blocks_or_ignores_its_limit_is_killed(
 ) -> None:
     monkeypatch.setattr("megarl.rewards.process.BLOCKED_LOOP_S", 0.5)
     samples = [sample("0.01"), sample("block"), sample("0.3"), sample("deaf")]
-    with custom_manager(tmp_path, ASYNC_FUNCTION, num_workers=2, timeout_s=1.0) as manager:
+    with custom_manager(tmp_path, ASYNC_FUNCTION, num_workers=2, timeout_s=2.0) as manager:
         assert score_all(manager, samples) == [1, -1, 1, -1]
-    assert samples[1].reward_failure == samples[3].reward_failure == "timeout: the reward function took longer than 1 s"
+    assert samples[1].reward_failure == samples[3].reward_failure == "timeout: the reward function took longer than 2 s"
 
 
 def _trainer_that_waits(folder: Path, response: str) -> subprocess.Popen[str]:
@@ -300,7 +311,7 @@ def test_a_trainer_that_ends_without_closing_leaves_nothing_behind_and_says_noth
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
         cwd=Path(__file__).parents[2],
     )
     assert ended.returncode == 0 and ended.stderr == ""

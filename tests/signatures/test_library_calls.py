@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.rollout.sglang.environment import CPU_STANDINS
-from tests.launch import ROOT
+from tests.launch import LIMIT_S, ROOT
 
 PROGRAM = ROOT / "tests" / "signatures" / "library_calls.py"
 
@@ -25,7 +25,7 @@ def check(folder: Path, *packages: str) -> list[str]:
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-W", "ignore", str(PROGRAM), str(folder), *packages]
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout.splitlines()
 

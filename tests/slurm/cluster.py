@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megarl.processes.parent import die_with_parent
+from tests.launch import LIMIT_S, free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "sinfo", "scancel")
-START_LIMIT_S = 30.0
 _POLL_S = 0.1
 _SEARCHED = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
@@ -49,7 +49,7 @@ class Cluster:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=LIMIT_S,
             **options,
         )
         assert result.returncode == 0, f"{arguments} failed: {result.stdout}{result.stderr}"
@@ -61,7 +61,7 @@ class Cluster:
         assert match is not None
         return match[1]
 
-    def wait(self, what: str, condition: Callable[[], bool], job: str, limit_s: float = 240.0) -> None:
+    def wait(self, what: str, condition: Callable[[], bool], job: str, limit_s: float = LIMIT_S) -> None:
         """Waits until something is so.
 
         Raises:
@@ -115,7 +115,7 @@ def running_cluster() -> Iterator[Cluster]:
 
 def _write_config(folder: Path) -> None:
     names = ("CTLD_PORT", "N1_PORT", "N2_PORT")
-    values = {"DIR": str(folder), "HOST": socket.gethostname(), **dict(zip(names, _free_ports(3), strict=True))}
+    values = {"DIR": str(folder), "HOST": socket.gethostname(), **dict(zip(names, free_ports(3), strict=True))}
     text = (Path(__file__).parent / "slurm.conf").read_text(encoding="utf-8")
     for name, value in values.items():
         text = text.replace(f"@{name}@", str(value))
@@ -134,14 +134,6 @@ def _daemons(folder: Path) -> list[list[str]]:
     return [["munged", "--foreground", *options], ["slurmctld", "-D"], *nodes]
 
 
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 def _idle_nodes(cluster: Cluster) -> int:
     result = subprocess.run(
         ["sinfo", "--noheader", "--Node", "--states=idle"], env=cluster.environment, capture_output=True, text=True
@@ -150,11 +142,11 @@ def _idle_nodes(cluster: Cluster) -> int:
 
 
 def _wait_for(condition: Callable[[], bool], folder: Path) -> None:
-    deadline = time.monotonic() + START_LIMIT_S
+    deadline = time.monotonic() + LIMIT_S
     while not condition():
         if time.monotonic() > deadline:
             logs = "\n".join(file.read_text(errors="replace")[-2000:] for file in sorted(folder.glob("*.log")))
-            raise AssertionError(f"the cluster did not start within {START_LIMIT_S:g} s:\n{logs}")
+            raise AssertionError(f"the cluster did not start within {LIMIT_S:g} s:\n{logs}")
         time.sleep(_POLL_S)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT
+from tests.launch import LIMIT_S, ROOT
 from tests.planning.model_configs import LLAMA_70B, write_model
 
 SLURM = ROOT / "launch" / "slurm"
@@ -24,7 +24,7 @@ REFUSING_SBATCH = "#!/bin/sh\necho 'sbatch: error: invalid partition specified: 
 def submit(*arguments: object, path: str | None = None) -> subprocess.CompletedProcess[str]:
     environment = os.environ if path is None else {**os.environ, "PATH": path}
     command = [sys.executable, ROOT / "launch" / "submit.py", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT, env=environment)
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_neither_torch_nor_transformers_is_imported(run: list[str]) -> None:
         "finally:\n"
         "    print('HEAVY', sorted({'torch', 'transformers', 'megatron'} & set(sys.modules)), file=sys.stderr)\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT)
     assert result.stderr.endswith("HEAVY []\n"), result.stderr
 
 

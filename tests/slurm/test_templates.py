@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT
+from tests.launch import LIMIT_S, ROOT
 
 SLURM = ROOT / "launch" / "slurm"
 
@@ -49,7 +49,7 @@ def job(tmp_path: Path) -> dict[str, str]:
 def run(job: dict[str, str], template: str, *arguments: str, statuses: str = "") -> subprocess.CompletedProcess[str]:
     Path(job["FOLDER"], "statuses").write_text("".join(f"{status}\n" for status in statuses.split()))
     return subprocess.run(
-        ["bash", SLURM / template, *arguments], env=job, cwd=ROOT, capture_output=True, text=True, timeout=60
+        ["bash", SLURM / template, *arguments], env=job, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
     )
 
 

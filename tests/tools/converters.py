@@ -13,10 +13,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tests.launch import ROOT
+from tests.launch import LIMIT_S, ROOT
 
 TOOLS = ROOT / "tools" / "convert"
-TIMEOUT_S = 120
 _WITHOUT_TORCHRUN = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
 
 
@@ -36,7 +35,7 @@ def convert(tool: str, *arguments: object, largest_file: int | None = None) -> s
         env=_WITHOUT_TORCHRUN,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=LIMIT_S,
         preexec_fn=None if largest_file is None else limit,
     )
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from megarl.config import ConfigError, ModelShape
 from megarl.data.chat import load_chat_tokenizer
-from tests.launch import ROOT
+from tests.launch import LIMIT_S, ROOT
 
 
 def tool() -> ModuleType:
@@ -76,6 +76,6 @@ def test_options_that_make_no_model_are_refused(tmp_path: Path, arguments: list[
 def test_a_refusal_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     command = [sys.executable, ROOT / "tools" / "make_tiny_model.py", "--out", tmp_path / "file" / "model"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert result.returncode == 2
     assert "cannot be written" in result.stderr and result.stderr.count("\n") == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launch import ROOT, torchrun
+from tests.launch import LIMIT_S, ROOT, torchrun
 from tests.tiny_models import make_hf_model
 from tests.tools.converters import TOOLS, convert, report, same_tensors, sentence, succeeded
 
@@ -29,7 +29,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def finished(partial: Path) -> dict[str, tuple[int, int]]:
     """The files that the journal calls finished: their inodes and times of change."""
-    names = [json.loads(path.read_text())["file"] for path in (partial / "journal").iterdir()]
+    names = [json.loads(path.read_text())["file"] for path in (partial / "journal").glob("*.json")]
     return {name: identity(partial / "content" / name) for name in names}
 
 
@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 def killed(folder):
     """What is left of a conversion to Megatron in one process that was killed at its third file."""
     arguments = [HF_TO_MEGATRON, "--hf", folder / "hf", "--out", folder / "killed", *SHARD]
-    run = subprocess.run([sys.executable, ROOT / KILL, "3", *arguments], cwd=ROOT, capture_output=True, timeout=120)
+    run = subprocess.run([sys.executable, ROOT / KILL, "3", *arguments], cwd=ROOT, capture_output=True, timeout=LIMIT_S)
     assert run.returncode == -9, run.stderr
     partial = folder / ".killed.partial"
     assert len(finished(partial)) == 2 and not (folder / "killed").exists()

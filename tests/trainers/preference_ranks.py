@@ -56,6 +56,7 @@ def when_the_reference_is_asked(config_path: Path) -> dict[str, tuple[bool, list
     found = {"at first": asked(), "again": asked()}
     if groups.rank == 0:
         kept.write_bytes(kept.read_bytes()[:-8])
+    dist.barrier()
     found["after the file was damaged"] = asked()
     if groups.rank == 0:
         weights.write_bytes(weights.read_bytes())

@@ -18,17 +18,19 @@ from megarl.trainers.run import run
 STEPS_OF_THE_KILLED_SYNC = 1
 
 
-def kill_scheduler(pid: int) -> None:
-    next(child for child in psutil.Process(pid).children() if "sglang::" in " ".join(child.cmdline())).kill()
+def scheduler_of(pid: int) -> psutil.Process:
+    return next(child for child in psutil.Process(pid).children() if "sglang::" in " ".join(child.cmdline()))
 
 
 def kill_in_first_rollout() -> None:
     draw = EngineProcess.draw
 
     def draw_and_kill(self: EngineProcess, draws: Any) -> None:
-        draw(self, draws)
         EngineProcess.draw = draw
-        kill_scheduler(self.pid)
+        scheduler = scheduler_of(self.pid)
+        scheduler.suspend()  # or it might be done before it is killed
+        draw(self, draws)
+        scheduler.kill()
 
     EngineProcess.draw = draw_and_kill
 
@@ -40,7 +42,7 @@ def kill_in_sync_after_it() -> None:
         if self._next_version == STEPS_OF_THE_KILLED_SYNC:
             SGLangEngine.receive_bucket = receive
             assert self.pid is not None
-            kill_scheduler(self.pid)
+            scheduler_of(self.pid).kill()
         receive(self, bucket)
 
     SGLangEngine.receive_bucket = receive_and_kill

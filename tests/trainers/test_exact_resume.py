@@ -120,7 +120,6 @@ def assert_the_same_run(whole: Path, resumed: Path, step: int) -> None:
             assert {name: lines[line["step"]][name] for name in same} == same
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("step", range(1, STEPS))
 @pytest.mark.parametrize("run", ["", "sft "])
 def test_a_run_resumed_after_any_step_is_bit_identical(two: Path, run: str, step: int) -> None:
@@ -168,7 +167,6 @@ def assert_the_weights_are_those_of(run: Path, step: int) -> None:
     assert torch.equal(target[key].view(-1), found)
 
 
-@pytest.mark.timeout(1200)
 def test_a_run_in_tp2_pp2_resumed_is_bit_identical(grpo: tuple[Path, Path]) -> None:
     config, folder = grpo
     runs = {"four": [TP, PP, *SAVING], "four from 2": resumed_from(folder, "four", 2, TP, PP)}

@@ -50,7 +50,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("layout", [*REPLAYED, "resumed"])
 def test_replayed_steps_give_the_same_weights(folder: Path, layout: str) -> None:
     expected = load_file(folder / "one" / "hf" / "model.safetensors")
@@ -61,7 +60,6 @@ def test_replayed_steps_give_the_same_weights(folder: Path, layout: str) -> None
     assert [line["step"] for line in read_metrics(folder / layout)] == ([2] if layout == "resumed" else [1, 2])
 
 
-@pytest.mark.timeout(1200)
 def test_the_steps_moved_every_expert_and_router_far_more_than_the_tolerance(folder: Path) -> None:
     before = load_file(folder / "model" / "model.safetensors")
     after = load_file(folder / "one" / "hf" / "model.safetensors")
@@ -69,7 +67,6 @@ def test_the_steps_moved_every_expert_and_router_far_more_than_the_tolerance(fol
     assert min(moved.values()) > 20 * TOLERANCE, min(moved, key=moved.__getitem__)
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("run", ["one", "EP2 generates"])
 def test_the_engine_has_the_experts_that_the_ranks_trained(folder: Path, run: str) -> None:
     steps = read_metrics(folder / run)

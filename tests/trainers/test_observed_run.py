@@ -14,6 +14,7 @@ from tests.trainers.tiny_run import make_tiny_run, read_metrics
 
 HUNGRY = """
 import itertools
+import os
 
 import torch
 
@@ -26,7 +27,7 @@ steps = itertools.count(1)  # one micro-batch a step
 @policy_loss("hungry")
 def hungry(inputs, options):
     scratch = torch.zeros(64, 2**18)
-    if next(steps) == 2:
+    if next(steps) == 2 and os.environ["RANK"] == "1":  # the other rank cannot end before it
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
     return TokenLoss(loss=-inputs.advantages * inputs.logprobs * inputs.mask)
 """
@@ -39,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Two ranks; rank 1 traces step 1, and in step 2 memory runs out on both."""
+    """Two ranks; rank 1 traces step 1, and runs out of memory in step 2."""
     (folder / "hungry.py").write_text(HUNGRY)
     config = make_tiny_run(
         folder,
@@ -56,7 +57,6 @@ def run(folder: Path) -> subprocess.CompletedProcess[str]:
     return torchrun(2, "launch/train.py", "--config", config, check=False)
 
 
-@pytest.mark.timeout(1200)
 def test_the_chosen_step_and_rank_are_traced_with_their_phases(
     folder: Path, run: subprocess.CompletedProcess[str]
 ) -> None:
@@ -68,13 +68,12 @@ def test_the_chosen_step_and_rank_are_traced_with_their_phases(
     assert [line["step"] for line in read_metrics(folder / "out")] == [1]
 
 
-@pytest.mark.timeout(1200)
 def test_out_of_memory_is_one_sentence_with_phase_tensor_and_key_and_a_report(
     folder: Path, run: subprocess.CompletedProcess[str]
 ) -> None:
     assert run.returncode != 0
     (sentence,) = [line for line in run.stderr.splitlines() if line.startswith("rank 1: out of memory")]
-    assert "out of memory in update_actor of step 2; largest tensors are scratch in hungry (hungry.py:16)" in sentence
+    assert "out of memory in update_actor of step 2; largest tensors are scratch in hungry (hungry.py:17)" in sentence
     assert "[64, 262144] float32, 64.00 MiB" in sentence
     assert "lower actor.max_tokens_per_micro_batch (now 1024)" in sentence
     report = (folder / "out" / "out-of-memory" / "rank-00001.txt").read_text()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.launch import ROOT, torchrun
+from tests.launch import LIMIT_S, ROOT, torchrun
 from tests.trainers.tiny_run import make_tiny_run, read_metrics
 
 PROGRAM = "tests/trainers/train_in_layouts.py"
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rollouts, dataset, bare = folder / "rollouts", folder / "rollouts.parquet", folder / "bare.parquet"
     torchrun(1, PROGRAM, config, folder, json.dumps({"first": [f"trainer.rollout_data_dir={rollouts}"]}))
     tool = [sys.executable, ROOT / "tools" / "data" / "rollouts.py", "--rollouts", rollouts, "--out", dataset]
-    subprocess.run([*map(str, tool), "--steps", "1"], check=True, capture_output=True, timeout=120)
+    subprocess.run([*map(str, tool), "--steps", "1"], check=True, capture_output=True, timeout=LIMIT_S)
     pq.write_table(pq.read_table(dataset).drop_columns(["response_rewards", "response_logprobs"]), bare)
     offline = ["rollout.engine=dataset", "data.shuffle=false"]
     runs = {
@@ -47,7 +47,6 @@ def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return load_file(folder / name / "hf" / "model.safetensors")
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("suffix", ["", " corrected"])
 def test_the_dataset_gives_the_same_weights_as_the_replay(folder: Path, suffix: str) -> None:
     replayed, offline = weights(folder, f"replay{suffix}"), weights(folder, f"offline{suffix}")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.launch import ROOT, torchrun
+from tests.launch import LIMIT_S, ROOT, torchrun
 from tests.tiny_models import make_scalar_model
 from tests.trainers.plain_ppo import PlainPPO, Row, Settings
 from tests.trainers.rollouts import dumped
@@ -170,5 +170,5 @@ def test_while_the_critic_warms_up_the_actor_stays_as_it_is(folder: Path, tmp_pa
 
 def converted(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
     command = [sys.executable, "tools/convert/megatron_to_hf.py", "--checkpoint", checkpoint, "--out", folder]
-    subprocess.run(list(map(str, command)), cwd=ROOT, check=True, capture_output=True, timeout=120)
+    subprocess.run(list(map(str, command)), cwd=ROOT, check=True, capture_output=True, timeout=LIMIT_S)
     return load_file(folder / "model.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,15 +15,14 @@ from pathlib import Path
 import pytest
 
 from megarl.processes.stop_signals import EXIT_PREEMPTED
-from tests.launch import ROOT
+from tests.launch import LIMIT_S, ROOT
 from tests.processes.test_parent import ends
 from tests.trainers.tiny_pairs import make_tiny_pairs
 from tests.trainers.tiny_run import make_tiny_run, read_metrics
 
-LIMIT_S = 120.0
-ENDLESS = {"total_epochs": 10_000, "total_training_steps": 10_000, "logger": ["jsonl"]}
+ENDLESS = {"total_epochs": 10_000, "total_training_steps": 10_000, "logger": ["jsonl"], "stop_grace_s": LIMIT_S}
 ALONE = [sys.executable, "launch/train.py"]
-AGENT = [sys.executable, "launch/slurm/agent.py", "--standalone", "--max-restarts=1"]
+AGENT = [sys.executable, "launch/slurm/agent.py", "--standalone", "--max-restarts=1", f"--shutdown-timeout={LIMIT_S:g}"]
 UNDER_AGENT = [*AGENT, "--nproc-per-node=1", "launch/train.py"]
 
 
@@ -54,7 +54,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.05)
 
 
@@ -68,15 +68,17 @@ def checkpoints(config: Path) -> list[str]:
     return sorted(file.name for file in (config.parent / "out").glob("checkpoints/step-*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-@pytest.mark.parametrize("kind", ["rl", "reward_model"])
+@pytest.mark.parametrize(
+    ("kind", "number"), [("rl", signal.SIGUSR1), ("rl", signal.SIGTERM), ("reward_model", signal.SIGUSR1)]
+)
 def test_a_stopped_run_goes_on_after_its_last_step(tmp_path: Path, kind: str, number: signal.Signals) -> None:
     make = make_tiny_run if kind == "rl" else make_tiny_pairs
     config = make(tmp_path, trainer={**ENDLESS, "kind": kind, "save_freq": -1})
     with running(ALONE, config) as process:
         wait_for(lambda: last_step(config) >= 2, process)
         for pid in (process.pid, *descendants(process.pid)):  # as Slurm does
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
         assert process.wait(LIMIT_S) == EXIT_PREEMPTED
         step = last_step(config)
         assert f"stopped after step {step} on {number.name}" in process.stderr.read()
@@ -128,5 +130,8 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 def descendants(pid: int) -> list[int]:
     """Children of all threads of a process, and theirs: the reward workers are those of a thread."""
-    lists = [file.read_text(encoding="utf-8") for file in Path(f"/proc/{pid}/task").glob("*/children")]
-    return [process for child in map(int, " ".join(lists).split()) for process in (child, *descendants(child))]
+    children: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # threads come and go
+            children += map(int, file.read_text(encoding="utf-8").split())
+    return [process for child in children for process in (child, *descendants(child))]

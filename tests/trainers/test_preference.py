@@ -122,7 +122,6 @@ def expected_loss(loss: str, policy: Policy, reference: Policy, rows: list[dict[
     return torch.cat([chosen, rejected]).mean()
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_first_step_has_the_loss_and_gradient_of_autograd_in_transformers(
     folder_of: Callable[[str], Path], loss: str

@@ -150,7 +150,6 @@ def pairs_of(run: Path, number: int) -> list[dict[str, Any]]:
     return pq.read_table(run / f"round-{number}" / "pairs.parquet").to_pylist()
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("run", ["sppo", "spin"])
 def test_each_round_has_a_reference_and_pairs_of_its_own(folder: Path, run: str) -> None:
     assert pairs_of(folder / run, 1) != pairs_of(folder / run, 2)

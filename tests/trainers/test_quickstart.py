@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from tests.launch import ROOT
+from tests.launch import LIMIT_S, ROOT
 from tests.trainers.tiny_run import read_metrics
 
 STEPS, WARMUP, RATE = 7, 5, 3e-4
@@ -22,7 +22,7 @@ STEPS, WARMUP, RATE = 7, 5, 3e-4
 
 def quickstart(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "launch/quickstart.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_runs_three_steps_that_change_the_policy(folder: Path, name: str) -> None:
     lines = read_metrics(folder / name)

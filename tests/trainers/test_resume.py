@@ -54,7 +54,6 @@ def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return {**load_file(folder / name / "hf" / "model.safetensors"), **{f"critic {n}": t for n, t in critic.items()}}
 
 
-@pytest.mark.timeout(1200)
 def test_resuming_in_the_same_layout_is_bit_identical(folder: Path) -> None:
     whole, resumed = weights(folder, "whole"), weights(folder, "same")
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())

@@ -133,7 +133,6 @@ def found(folder: Path) -> dict[str, tuple[str, list[str]]]:
     return found
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("name", "words"),
     {

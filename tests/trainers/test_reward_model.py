@@ -79,7 +79,6 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-@pytest.mark.timeout(1800)
 def test_the_first_step_has_the_loss_and_gradient_of_autograd_in_transformers(folder: Path) -> None:
     scores = scores_of(folder / "model", folder / "train.parquet", train=True)
     teacher = scores_of(folder / "teacher", folder / "train.parquet")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from tests.launch import ROOT
+from tests.launch import LIMIT_S, ROOT
 from tests.spawn import run_ranks
 from tests.tiny_models import make_hf_model, make_scalar_model
 from tests.trainers.outcomes import DONE, is_one_sentence, outcomes
@@ -127,7 +127,7 @@ def problems(folder: Path, *settings: str) -> list[str]:
         f"sys.argv = ['train.py', '--config', {str(folder / 'run.yaml')!r}, *{list(settings)!r}]\n"
         f"runpy.run_path({str(ROOT / 'launch' / 'train.py')!r}, run_name='__main__')\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT)
     assert (result.returncode, result.stdout) == (2, "")
     count, *lines = result.stderr.splitlines()
     assert count == "1 problem:" and all(line.startswith("- ") for line in lines)

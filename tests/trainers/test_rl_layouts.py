@@ -110,7 +110,6 @@ def _disturb(rollouts: Path) -> None:
         path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("run", "layout"), CASES)
 def test_replayed_steps_give_the_same_weights(folder_of: Callable[[str], Path], run: str, layout: str) -> None:
     folder = folder_of(run)

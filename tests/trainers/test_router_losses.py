@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.spawn import run_ranks
 from tests.trainers.outcomes import DONE, outcomes
 from tests.trainers.tiny_pairs import make_tiny_pairs
 from tests.trainers.tiny_run import read_metrics
 
 
-@pytest.mark.timeout(1200)
 def test_a_reward_model_learns_to_use_its_experts_evenly(tmp_path: Path) -> None:
     config = make_tiny_pairs(tmp_path, family="qwen3_moe")
     runs = {

@@ -82,7 +82,6 @@ def distance(found: dict[str, Any], expected: dict[str, Any]) -> float:
     return max(((found[name] - t).norm() / t.norm()).item() for name, t in expected.items())
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_replayed_steps_give_the_same_weights_in_every_layout(folder: Path, mode: str, layout: str) -> None:
@@ -92,35 +91,30 @@ def test_replayed_steps_give_the_same_weights_in_every_layout(folder: Path, mode
         assert [step[name] for step in found] == pytest.approx([step[name] for step in expected], rel=1e-4)
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_later_updates_do_not_choose_what_is_replayed_and_so_end_elsewhere(folder: Path, mode: str) -> None:
     assert all(0 < step["router/agreement"] < 1 for step in read_metrics(folder / mode))
     assert distance(weights(folder, mode), weights(folder, "disabled")) > 20 * TOLERANCE
 
 
-@pytest.mark.timeout(1200)
 def test_weights_that_stand_still_choose_what_they_chose_for_old_logprobs(folder: Path) -> None:
     (step,) = read_metrics(folder / "R2, standstill")
     assert step["router/agreement"] == 1.0
     assert step["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.timeout(1200)
 def test_the_first_update_chooses_what_the_engine_chose_with_the_same_weights(folder: Path) -> None:
     (step,) = read_metrics(folder / "R3, one update")
     assert step["router/agreement"] > 0.999
     assert distance(weights(folder, "R3, one update"), weights(folder, "disabled, one update")) < TOLERANCE
 
 
-@pytest.mark.timeout(1200)
 def test_with_one_update_r2_has_nothing_to_replay(folder: Path) -> None:
     (step,) = read_metrics(folder / "R2, one update")
     assert "router/agreement" not in step
     assert distance(weights(folder, "R2, one update"), weights(folder, "disabled, one update")) == 0
 
 
-@pytest.mark.timeout(1200)
 def test_the_trainer_agrees_with_the_engine_about_log_probs(folder: Path) -> None:
     """Old log-probs are computed with the engine's experts, at the engine's weights."""
     for step in read_metrics(folder / "R3"):
@@ -136,7 +130,6 @@ def test_samples_without_advantage_take_part_where_they_move_routers(tmp_path: P
     assert not StepNeeds.of(load_config(config, [setting])).skips_zero_advantage
 
 
-@pytest.mark.timeout(1200)
 def test_rollouts_that_were_dumped_without_experts_are_refused(folder: Path) -> None:
     source, stripped = folder / "rollouts" / "step-000001", folder / "stripped" / "step-000001"
     stripped.mkdir(parents=True)
@@ -148,7 +141,6 @@ def test_rollouts_that_were_dumped_without_experts_are_refused(folder: Path) -> 
     assert "R3, but rollout.replay_dir gives sample 0 of prompt 0 without the experts" in found["stripped"]
 
 
-@pytest.mark.timeout(1200)
 def test_dumped_samples_have_the_experts_of_every_token_but_the_last(folder: Path) -> None:
     for sample in dumped(folder / "rollouts"):
         tokens = len(sample["prompt"]["token_ids"]) + len(sample["response_ids"])

@@ -111,7 +111,6 @@ def loss_in_transformers(model_folder: Path, data: Path) -> tuple[torch.Tensor, 
     return total / count, model
 
 
-@pytest.mark.timeout(1200)
 def test_the_first_step_has_the_loss_and_gradient_of_transformers_and_is_clipped(folder: Path) -> None:
     loss, model = loss_in_transformers(folder / "model", folder / "train.parquet")
     loss.backward()

@@ -70,5 +70,6 @@ def make_tiny_run(folder: Path, *, family: str = "qwen3", prompts: int = 16, **s
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """The lines of a run's metrics.jsonl; of one that goes on, those that are whole."""
+    whole, _, _ = (folder / "metrics.jsonl").read_text().rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]

@@ -7,10 +7,8 @@ Where the first of a list is a YAML file, it is the config of that run.
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 
@@ -18,13 +16,14 @@ from megarl import platform
 from megarl.config import load_config, validate
 from megarl.parallel.groups import build_groups
 from megarl.trainers.run import LOOPS
+from tests.launch import LIMIT_S, end_at_the_time_limit
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(float(os.environ.get("MEGARL_TEST_TIMEOUT_S", "200")), exit=True)
+    end_at_the_time_limit()
     logging.disable(logging.WARNING)
     config_path, output = sys.argv[1], Path(sys.argv[2])
-    _, world_size = platform.init_distributed(120)
+    _, world_size = platform.init_distributed(LIMIT_S)
     for name, overrides in json.loads(sys.argv[3]).items():
         has_own = bool(overrides) and overrides[0].endswith(".yaml")
         path, keys = (overrides[0], overrides[1:]) if has_own else (config_path, overrides)

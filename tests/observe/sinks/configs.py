@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from megarl.config import RunConfig
@@ -18,7 +19,7 @@ def tracked_config(folder: Path, *logger: str) -> RunConfig:
     return config
 
 
-def log_steps(config: RunConfig, steps: range, *, scale: float = 1.0, resume_step: int | None = None) -> None:
+def log_steps(config: RunConfig, steps: Iterable[int], *, scale: float = 1.0, resume_step: int | None = None) -> None:
     """Logs `actor/pg_loss` = scale · step, and an evaluation, as a whole process of a run would."""
     with Tracker(config, True, 10, "a run", resume_step=resume_step) as tracker:
         for step in steps:

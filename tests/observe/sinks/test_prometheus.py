@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import socket
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megarl.config import RunConfig
 from megarl.observe import Tracker
+from tests.launch import LIMIT_S, free_ports
 from tests.observe.sinks.configs import tracked_config
 
 pytest.importorskip("prometheus_client")
@@ -20,19 +20,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Iterator[RunConfig]:
+def config(tmp_path: Path) -> RunConfig:
     """A run that answers on a port of the loopback interface that is free."""
     config = tracked_config(tmp_path / "out", "prometheus", "jsonl")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        config.observe.prometheus_host, config.observe.prometheus_port = probe.getsockname()
-    yield config
+    config.observe.prometheus_host, (config.observe.prometheus_port,) = "127.0.0.1", free_ports(1)
+    return config
 
 
 def _fetch(config: RunConfig) -> dict[tuple[str, str], tuple[float, dict[str, str]]]:
     """Value and further labels by (name, `metric`)."""
     url = f"http://127.0.0.1:{config.observe.prometheus_port}/metrics"
-    with urllib.request.urlopen(url, timeout=20) as answer:
+    with urllib.request.urlopen(url, timeout=LIMIT_S) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     assert {family.type for family in families} <= {"gauge"}
     found = {}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.launch import LIMIT_S
 from tests.observe.sinks.configs import log_steps, tracked_config
 
 pytest.importorskip("wandb")
@@ -18,7 +19,6 @@ pytest.importorskip("wandb")
 from wandb.proto import wandb_internal_pb2
 
 _HEADER_BYTES, _BLOCK_BYTES = 7, 32768
-PATIENCE_S = 20.0
 
 
 def _records(file: Path) -> Iterator[Any]:
@@ -43,7 +43,7 @@ def _records(file: Path) -> Iterator[Any]:
 
 def _runs(folder: Path) -> list[list[Any]]:
     """The records of each process, in order; wandb's own process may still be writing the last ones."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + LIMIT_S / 5
     while True:
         runs = [list(_records(file)) for file in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
         if all(_of_kind(records, "exit") for records in runs):
