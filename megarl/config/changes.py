@@ -10,8 +10,15 @@ from megarl.config.fields import config_keys
 from megarl.config.schema import RunConfig
 from megarl.config.show import show_value
 
-_PLACES = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path")
-"""Keys that say where a run lies and how it was started; they change whenever one is resumed from elsewhere."""
+_PLACES = (
+    "rollout.servers",
+    "trainer.default_local_dir",
+    "trainer.resume_mode",
+    "trainer.resume_from_path",
+    "trainer.resume_with_other_data",
+)
+"""Keys that say where a run and its servers lie and how it was started; they change whenever one is resumed from
+elsewhere."""
 
 FIXED = {
     "trainer.kind": "another loop has another state",

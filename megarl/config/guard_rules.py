@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 from megarl.config.schema import RunConfig
-from megarl.config.schema_guard import CONDITIONS, GuardRule, GuardSettings
+from megarl.config.schema_guard import CONDITIONS, GuardConfig, GuardRule, GuardSettings
+
+_DEFAULTS = GuardConfig()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +31,12 @@ class Rule:
     def steps_looked_at(self) -> int:
         """Of how many steps, up to the last, a decision is made; an average of earlier steps is no part of it."""
         return self.patience + (self.window - 1 if self.condition in ("above", "below") else 0)
+
+    @property
+    def values_needed(self) -> int:
+        """Of the metric, before the rule can fire."""
+        compares_with_before = self.condition in ("drop_below_average", "times_average")
+        return self.steps_looked_at + (self.window if compares_with_before else 0)
 
     @property
     def id(self) -> str:
@@ -116,6 +124,18 @@ def guard_rules(config: RunConfig) -> list[Rule]:
         for number, rule in enumerate(config.guard.rules)
     ]
     return [rule for rule in (*_nan_rules(config), *named, *own) if rule.action != "none"]
+
+
+def is_set(config: RunConfig, key: str) -> bool:
+    """Whether a person has set a guard in this config.
+
+    Args:
+        key: of `Rule`.
+    """
+    if key.startswith("guard.rules"):
+        return True
+    name = key.removeprefix("guard.")
+    return bool(getattr(config.guard, name) != getattr(_DEFAULTS, name))
 
 
 def condition_of(rule: GuardRule) -> str:

@@ -1,5 +1,6 @@
 """Which metrics a run will have, as far as its config tells. docs/metrics.md says what they mean."""
 
+import math
 from dataclasses import dataclass
 
 from megarl.config.schema import RunConfig
@@ -57,3 +58,34 @@ def _supervised_metrics(config: RunConfig) -> set[str]:
     if config.trainer.kind == "preference":
         names |= {*_PREFERENCE, "kl" if config.preference.loss_type == "kto" else "rewards/margins"}
     return {"training/epoch", *(f"train/{name}" for name in names)}
+
+
+_SHARES = (
+    "actor/pg_clipfrac",
+    "actor/pg_clipfrac_lower",
+    "actor/selected_fraction",
+    "batch/padding_fraction",
+    "critic/vf_clipfrac",
+    "prompt_length/clip_ratio",
+    "response_length/clip_ratio",
+)
+_NEVER_NEGATIVE = ("actor/entropy", "critic/vf_loss", "training/epoch")
+_NEVER_NEGATIVE_FAMILIES = ("perf", "timing_s", "prompt_length", "response_length")
+_NEVER_NEGATIVE_NAMES = ("grad_norm", "skipped_updates")
+"""Of every model."""
+
+
+def possible_values(metric: str) -> tuple[float, float]:
+    """The smallest and the largest value that a metric can have, as far as its name tells."""
+    family, _, name = metric.rpartition("/")
+    if metric in _SHARES:
+        return 0.0, 1.0
+    of_model = family in ("actor", "critic", "train") and name in _NEVER_NEGATIVE_NAMES
+    if metric in _NEVER_NEGATIVE or family in _NEVER_NEGATIVE_FAMILIES or of_model:
+        return 0.0, math.inf
+    return -math.inf, math.inf
+
+
+def is_of_evaluation(metric: str) -> bool:
+    """Whether only evaluations have it."""
+    return metric.partition("/")[0] in ("val", "val-core", "val-aux")

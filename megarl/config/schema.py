@@ -56,16 +56,24 @@ class RolloutConfig:
     max_num_seqs: int = setting(64, at_least=1)
     """Sequences that one engine decodes at once; bounds its KV cache. The name is vLLM's and verl's."""
     tensor_model_parallel_size: int = setting(1, at_least=1)
-    """Consecutive ranks that form one engine. The transformers engine has 1: each rank holds the whole model."""
+    """Consecutive ranks that form one engine. The transformers engine has 1: each rank holds the whole model. With
+    `servers`: GPUs of each."""
+    servers: list[str] = field(default_factory=list)
+    """sglang: engines on GPUs of their own, as `host:port` of each; `launch/engine.py` starts them, with this config.
+    Their number divides the world: that many consecutive ranks share one, and start none themselves. Empty: engines
+    stand on the trainer's ranks."""
+    server_timeout_s: float = setting(300.0, above=0)
+    """Seconds that one of `servers` may take to come and to answer, and a bucket of weights to reach it; then the run
+    ends. Generating has no limit while the server lives."""
     gpu_memory_utilization: float = setting(0.5, above=0, at_most=1)
     """sglang: share of a GPU's memory that its engine's weights and KV cache take while it generates; the trainer's
     own weights and optimizer stay beside it. verl's name and default."""
     free_cache_engine: bool = True
     """sglang: whether engines give weights and KV cache back while the trainer works, and take them again with the next
-    sync. verl's name and default."""
+    sync. `servers`, which share no GPU with it, never do. verl's name and default."""
     max_engine_restarts: int = setting(2, at_least=0)
     """sglang: how often in a run engines whose processes died are started again, with current weights; their unfinished
-    responses are drawn again. 0: the run ends at the first."""
+    responses are drawn again. 0: the run ends at the first, as it does with `servers`, which are not its own."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Any other argument of SGLang's server, by its name there, e.g. `{attention_backend: fa3}`; names that the
     installed SGLang does not have are refused. Other engines do not look at it."""
@@ -165,6 +173,10 @@ class TrainerConfig:
     `resume_from_path`."""
     resume_from_path: str | None = setting(None, local_path=True)
     """Checkpoint to start from, with `resume_mode: path`."""
+    resume_with_other_data: bool = False
+    """Whether a run may go on with other rows than its checkpoint was made with, or with the same in another order, as
+    the next stage of a curriculum does: it then takes them from their beginning, and all else stays. A run that is
+    interrupted later goes on within them. If not, such rows are refused."""
     stop_grace_s: float = setting(25.0, above=0)
     """Seconds after SIGTERM within which a rank has to end its step and save; then it leaves without. 25: torchrun
     kills its ranks 30 seconds after it has passed SIGTERM on (`--shutdown-timeout`). SIGUSR1 asks for the same without

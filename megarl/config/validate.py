@@ -65,7 +65,7 @@ def missing_packages(config: RunConfig) -> list[str]:
     generates = config.trainer.kind == "rl" or (config.trainer.kind == "preference" and config.preference.rounds > 0)
     needed = {
         "sglang": (
-            generates and config.rollout.engine == "sglang",
+            generates and config.rollout.engine == "sglang" and not config.rollout.servers,
             "rollout.engine is sglang",
             "sglang",
         ),
@@ -206,6 +206,11 @@ def _trainer_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"trainer.resume_mode is {trainer.resume_mode} and trainer.resume_from_path is "
             f"{trainer.resume_from_path or 'null'}: a path is needed with resume_mode path, and only then."
+        )
+    if trainer.resume_with_other_data and trainer.total_training_steps is None:
+        yield (
+            "trainer.resume_with_other_data is true, but trainer.total_training_steps is null, and epochs of other "
+            "rows do not say how many steps that makes: set it, the steps so far included."
         )
 
 

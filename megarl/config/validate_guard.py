@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from megarl.config.guard_rules import NAMED_GUARDS, given_conditions, guard_metrics
-from megarl.config.metric_names import KnownMetrics, known_metrics
+from megarl.config.guard_rules import NAMED_GUARDS, given_conditions, guard_metrics, is_set
+from megarl.config.metric_names import KnownMetrics, is_of_evaluation, known_metrics, possible_values
 from megarl.config.schema import RunConfig
-from megarl.config.schema_guard import CONDITIONS, GuardConfig, GuardSettings
+from megarl.config.schema_guard import CONDITIONS, GuardSettings
 
 _NAMES = (*NAMED_GUARDS, "nan")
-_DEFAULTS = GuardConfig()
+_GUARDS_OWN = "guard/"
+"""What the metrics begin with that say what guards did."""
 
 
 def guard_problems(config: RunConfig) -> Iterator[str]:
@@ -17,7 +18,17 @@ def guard_problems(config: RunConfig) -> Iterator[str]:
     known = known_metrics(config)
     yield from _named_problems(config, known)
     for number, rule in enumerate(config.guard.rules):
-        yield from _rule_problems(f"guard.rules[{number}]", rule.metric, given_conditions(rule), known)
+        key, conditions = f"guard.rules[{number}]", given_conditions(rule)
+        yield from _rule_problems(key, rule.metric, conditions, known)
+        if rule.action == "none":
+            continue
+        if len(conditions) == 1:
+            yield from _bound_problems(key, rule.metric, conditions[0], getattr(rule, conditions[0]))
+        if is_of_evaluation(rule.metric) and config.trainer.test_freq <= 0:
+            yield (
+                f"{key}.metric is {rule.metric!r}, which evaluations have, but trainer.test_freq is "
+                f"{config.trainer.test_freq}: set it, or name a metric of training."
+            )
     for key, settings in _settings(config).items():
         yield from _action_problems(config, key, settings)
 
@@ -37,10 +48,15 @@ def _named_problems(config: RunConfig, known: KnownMetrics) -> Iterator[str]:
     """Guards that a person has set although the run has nothing for them to watch."""
     for name in _NAMES:
         settings, metrics = getattr(config.guard, name), guard_metrics(name)
-        if settings != getattr(_DEFAULTS, name) and settings.action != "none" and all(map(known.rules_out, metrics)):
+        if not is_set(config, f"guard.{name}") or settings.action == "none":
+            continue
+        if all(map(known.rules_out, metrics)):
             yield (
                 f"guard.{name} is set, but this run ({_what(config)}) has no {' and no '.join(metrics)}: leave it out."
             )
+        elif name in NAMED_GUARDS and len(metrics) == 1:
+            condition = NAMED_GUARDS[name].condition
+            yield from _bound_problems(f"guard.{name}", metrics[0], condition, getattr(settings, condition))
     if config.guard.nan.action == "skip_step":
         yield "guard.nan.action skip_step is what happens in any case: choose warn, lower_lr, rollback, stop or none."
 
@@ -57,8 +73,26 @@ def _rule_problems(key: str, metric: str, conditions: list[str], known: KnownMet
     if len(conditions) != 1:
         found = f"has {' and '.join(conditions)}" if conditions else "says nothing about when it fires"
         yield f"{key} over {metric} {found}: give it exactly one of {', '.join(CONDITIONS)}."
-    if known.rules_out(metric):
+    if metric.startswith(_GUARDS_OWN):
+        yield f"{key}.metric is {metric!r}, which says what guards did: name another metric of docs/metrics.md."
+    elif known.rules_out(metric):
         yield f"{key}.metric is {metric!r}, which this run does not have{nearest(metric, known.names)}."
+
+
+def _bound_problems(key: str, metric: str, condition: str, bound: float) -> Iterator[str]:
+    """Bounds that the metric can never break."""
+    lowest, highest = possible_values(metric)
+    never = {
+        "above": (bound >= highest, f"{metric} is at most {highest:g}"),
+        "below": (bound <= lowest, f"{metric} is at least {lowest:g}"),
+        "drop_below_average": (bound >= highest - lowest, f"{metric} lies between {lowest:g} and {highest:g}"),
+    }
+    is_never, why = never.get(condition, (False, ""))
+    if is_never:
+        yield (
+            f"{key}.{condition} is {bound:g}, but {why}, so the guard would never act: choose another bound, or set "
+            "its action to none."
+        )
 
 
 def _action_problems(config: RunConfig, key: str, settings: GuardSettings) -> Iterator[str]:
@@ -68,6 +102,9 @@ def _action_problems(config: RunConfig, key: str, settings: GuardSettings) -> It
             f"{key}.patience is {settings.patience}, but its action skip_step decides about each update by itself: "
             "leave patience out."
         )
+    for name in ("lr_factor", "min_lr_factor"):
+        if settings.action == "lower_lr" and getattr(config.guard, name) == 1:
+            yield f"{key}.action is lower_lr, but with guard.{name} 1 no learning rate is lowered: set it below 1."
     if settings.action != "rollback":
         return
     if trainer.save_freq < 1:

@@ -7,6 +7,7 @@ from megarl.config.model_shape import ModelShape
 from megarl.config.schema import RunConfig
 from megarl.config.schema_algorithm import ADVANTAGE_ESTIMATORS, GROUP_ESTIMATORS
 from megarl.config.schema_learning import SEQUENCE_LOSSES
+from megarl.config.server_rules import server_problems
 from megarl.config.sglang_options import DEFAULT_MASK, EXPERT_OPTION, MASK_HEADROOM, MASK_OPTION, option_problems
 from megarl.config.validate_models import other_model_problems
 
@@ -35,9 +36,10 @@ def engine_problems(config: RunConfig, world_size: int, model: ModelShape | None
     if 0 in (rollout.top_k, rollout.val_kwargs.top_k):
         yield "rollout.top_k and rollout.val_kwargs.top_k cannot be 0: write -1 to sample from all tokens."
     yield from _sglang_problems(config)
+    yield from server_problems(config, world_size)
     if rollout.engine in ("transformers", "dataset") and size > 1:
         yield f"{key} is {size}, but the transformers engine holds the whole model on each rank: set it to 1."
-    elif size >= 1 and world_size % size:
+    elif size >= 1 and world_size % size and not rollout.servers:
         yield f"{key} is {size}, which does not divide the world size {world_size}: choose a divisor of it."
     elif size >= 1 and model is not None and model.num_heads % size:
         yield f"{key} is {size}, which does not divide the model's {model.num_heads} attention heads: choose a divisor."

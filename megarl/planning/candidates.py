@@ -66,7 +66,7 @@ def works(candidate: Candidate, architectures: Sequence[Architecture]) -> bool:
     return (
         not any(layout.problems(architecture.shape) for architecture in architectures)
         and not any(BatchPlan.of(config, layout).problems())
-        and candidate.world_size % engine == 0
+        and (bool(config.rollout.servers) or candidate.world_size % engine == 0)
         and shape.num_heads % engine == 0
     )
 

@@ -140,7 +140,9 @@ class MemoryPlan:
     """Bytes of one GPU."""
     stages: list[StageMemory]
     kv: KVRoom | None
-    """None where nothing is generated."""
+    """None where nothing is generated, or engines have GPUs of their own."""
+    has_servers: bool
+    """Whether they have."""
 
     @property
     def worst(self) -> StageMemory:
@@ -221,12 +223,15 @@ def plan_memory(
     layout = config.parallel.layout(world_size)
     models = models or models_of(config)
     resident = [_resident(config, layout, stage, models) for stage in range(layout.pp)]
-    kv = _kv_room(config, models[0].architecture, limit, resident) if _generates(config) else None
+    has_servers = _generates(config) and bool(config.rollout.servers)
+    has_engine = _generates(config) and not has_servers
+    kv = _kv_room(config, models[0].architecture, limit, resident) if has_engine else None
     ranks = world_size // layout.pp
     layers = layout.stage_layers(models[0].architecture.shape.num_layers)
     return MemoryPlan(
         limit=limit,
         kv=kv,
+        has_servers=has_servers,
         stages=[
             StageMemory(
                 stage=stage,
@@ -320,9 +325,10 @@ def _phases(
         Phase.UPDATE: {**resident, **asleep, **update},
     }
     if engine:
+        found[Phase.ROLLOUT] = {**resident, **engine}
+    if _generates(config):
         largest = element * actor.shape.hidden_size * max(actor.shape.vocab_size, actor.shape.ffn_size)
         cache = asleep.get(Item.KV_CACHE, 0.0)
-        found[Phase.ROLLOUT] = {**resident, **engine}
         # A bucket, and the messages that fill the next one, where a rank does not hold the model alone.
         bucket = min(max(bucket_bytes(config.rollout), largest), element * engine_parameters(actor, 1))
         buffers = bucket * (2 if layout.pp * layout.replica_block > 1 else 1)
@@ -393,6 +399,8 @@ def describe_peak(plan: MemoryPlan) -> Iterator[str]:
     )
     if (1 - TIGHT) * plan.limit < worst.peak <= plan.limit:
         yield f"tight: less than {100 * TIGHT:.0f} % of a GPU are left, and activations are known within 15 %"
+    if plan.has_servers:
+        yield "rollout.servers have GPUs of their own: neither they nor the time of rollouts and syncs are in this plan"
     if plan.kv is not None:
         wanted = round(plan.kv.wanted / plan.kv.sequence_bytes)
         yield (

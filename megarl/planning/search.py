@@ -125,7 +125,7 @@ def _layouts(config: RunConfig, world_size: int, architectures: Sequence[Archite
 
 
 def _engine_sizes(config: RunConfig, world_size: int, architecture: Architecture) -> list[int]:
-    if config.rollout.engine != "sglang":
+    if config.rollout.engine != "sglang" or config.rollout.servers:
         return [config.rollout.tensor_model_parallel_size]
     sizes = [size for size in _powers(_LARGEST_ENGINE) if size <= world_size]
     return [size for size in sizes if world_size % size == 0 and architecture.shape.num_heads % size == 0]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch.distributed as dist
 
 from megarl.rollout.engine import Engine, EngineDied, MemoryPart, Request, Response, WeightUpdateError
+from megarl.rollout.sglang.shared_engine import SharedEngine
 from megarl.rollout.sglang_engine import SGLangEngine
 from megarl.weights.bucket_stream import Traffic
 
@@ -31,8 +32,8 @@ class EngineKeeper:
 
     @property
     def size(self) -> int:
-        """Ranks that form the engine."""
-        return len(self.engine.ranks) if isinstance(self.engine, SGLangEngine) else 1
+        """Ranks that form the engine, or share it."""
+        return len(self.engine.ranks) if isinstance(self.engine, SharedEngine) else 1
 
     # Memory, in stages: weights, then their update, then the KV cache, so that never more than one of them is new.
 
@@ -80,9 +81,9 @@ class EngineKeeper:
         started again, all engines get the weights again, and what is unfinished is drawn again.
 
         Raises:
-            EngineDied: on every rank; engines died more often than they may.
+            EngineDied: on every rank; engines died more often than they may, or one that the run has not started.
         """
-        if not isinstance(self.engine, SGLangEngine):
+        if not isinstance(self.engine, SharedEngine):
             yield from self.engine.generate(requests)
             return
         finished: set[tuple[int, int]] = set()
@@ -116,7 +117,7 @@ class EngineKeeper:
         Raises:
             EngineDied: on every rank; there were, and no restart is left.
         """
-        if not isinstance(self.engine, SGLangEngine):
+        if not isinstance(self.engine, SharedEngine):
             return False
         causes: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(causes, cause if self.engine.is_dead else None)
@@ -125,8 +126,8 @@ class EngineKeeper:
             return False
         rank, text = next(iter(dead.items()))
         story = f"the engine of rank {rank} died: {text}"
-        if not self._restarts_left:
-            raise EngineDied(f"{story}\nno restart is left of rollout.max_engine_restarts")
+        if not isinstance(self.engine, SGLangEngine) or not self._restarts_left:
+            raise EngineDied(f"{story}\n{self.engine.after_death}")
         self._restarts_left -= 1
         if dist.get_rank() == 0:
             print(
@@ -138,5 +139,5 @@ class EngineKeeper:
 
     def close(self) -> None:
         """Ends the engine's processes, where it has some."""
-        if isinstance(self.engine, SGLangEngine):
+        if isinstance(self.engine, SharedEngine):
             self.engine.close()

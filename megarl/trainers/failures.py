@@ -17,6 +17,7 @@ from megarl.observe.meeting import Meeting
 from megarl.observe.out_of_memory import is_out_of_memory, report_out_of_memory
 from megarl.platform.progress import PROGRESS
 from megarl.processes.last_words import leave
+from megarl.rollout.engine import EngineDied, WeightUpdateError
 
 EXIT_BAD_CONFIG = 2
 EXIT_INTERRUPTED = 130
@@ -60,6 +61,8 @@ class Failures:
             place += ", micro-batch {} of {}".format(*PROGRESS.micro_batch)
         if isinstance(error, ConfigError):
             self._leave(EXIT_BAD_CONFIG, str(error))
+        if isinstance(error, (EngineDied, WeightUpdateError)):  # which say all that is known of an engine
+            self._leave(EXIT_FAILED, f"failed{place}: {error}")
         if isinstance(error, KeyboardInterrupt):
             self._leave(EXIT_INTERRUPTED, "interrupted")
         if is_out_of_memory(error):

@@ -10,7 +10,8 @@ from megarl.config import RunConfig
 from megarl.data.chat import ChatTokenizer
 from megarl.parallel.groups import Groups
 from megarl.rewards.manager import RewardManager, RewardSource
-from megarl.rollout.sglang.options import EngineSettings
+from megarl.rollout.server_engine import make_server_engine
+from megarl.rollout.sglang.options import engine_settings
 from megarl.rollout.sglang_engine import make_sglang_engine
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.trainers.engine_keeper import EngineKeeper
@@ -74,25 +75,25 @@ def evaluation_sampling(config: RunConfig) -> Sampling:
 
 def _make_engine(config: RunConfig, groups: Groups) -> EngineKeeper:
     rollout = config.rollout
-    returns_experts = config.actor.router_replay.mode == "R3"
     if rollout.engine != "sglang":
         return EngineKeeper(
             TransformersEngine(
                 Path(config.model.path),
                 dtype=platform.parse_dtype(config.model.dtype),
                 max_num_seqs=rollout.max_num_seqs,
-                return_routed_experts=returns_experts,
+                return_routed_experts=config.actor.router_replay.mode == "R3",
             )
         )
-    settings = EngineSettings(
-        model_path=config.model.path,
-        dtype=config.model.dtype,
-        max_tokens=config.data.max_prompt_length + config.data.max_response_length,
-        max_num_seqs=rollout.max_num_seqs,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        seed=config.trainer.seed,
-        return_routed_experts=returns_experts,
-        options=rollout.sglang,
-    )
+    settings = engine_settings(config)
+    if rollout.servers:
+        return EngineKeeper(
+            make_server_engine(
+                settings,
+                groups.rank,
+                rollout.servers,
+                tensor_parallel_size=rollout.tensor_model_parallel_size,
+                limit_s=rollout.server_timeout_s,
+            )
+        )
     engine = make_sglang_engine(settings, groups.rank, rollout.tensor_model_parallel_size)
     return EngineKeeper(engine, sleeps=rollout.free_cache_engine, max_restarts=rollout.max_engine_restarts)

@@ -25,11 +25,13 @@ than starting to. On a CPU new pages cost several times what filling them does, 
 def plan_sync(model: MegatronModel, rollout: RolloutConfig) -> BucketStream:
     """What `sync_weights` walks. Collective over the world; made once for a model."""
     megabytes = rollout.update_weights_bucket_megabytes or _BUCKET_MEGABYTES[platform.current().kind]
-    return make_bucket_stream(
-        model,
-        EngineLayout(tp=rollout.tensor_model_parallel_size, ep=engine_expert_shares(rollout)),
-        bucket_bytes=megabytes * _MEGABYTE,
-    )
+    return make_bucket_stream(model, _engine_layout(rollout), bucket_bytes=megabytes * _MEGABYTE)
+
+
+def _engine_layout(rollout: RolloutConfig) -> EngineLayout:
+    if rollout.servers:
+        return EngineLayout(tp=dist.get_world_size() // len(rollout.servers), by_first_rank=True)
+    return EngineLayout(tp=rollout.tensor_model_parallel_size, ep=engine_expert_shares(rollout))
 
 
 def sync_weights(stream: BucketStream, engine: Engine, version: int, *, check: bool) -> Traffic:

@@ -27,6 +27,14 @@ class EngineLayout:
     """Consecutive ranks that form one engine."""
     ep: int = 1
     """Ranks among which an engine shares its experts out, in equal runs of experts; it divides `tp`."""
+    by_first_rank: bool = False
+    """Whether the first of the ranks takes everything for the engine, which is elsewhere, and the others nothing."""
+
+    def takes(self, rank: int, share: int | None) -> bool:
+        """Whether the engine's part on `rank` needs a share of the experts; None: what is in no share."""
+        if self.by_first_rank:
+            return rank % self.tp == 0
+        return share is None or share == self.expert_rank(rank)
 
     def expert_rank(self, rank: int) -> int:
         """Which share of the experts the engine's part on `rank` has; SGLang's order (`moe_ep_rank`)."""
@@ -107,8 +115,7 @@ class WeightPlan:
 
     def takes(self, rank: int, tensor: PlacedTensor) -> bool:
         """Whether the engine's part on `rank` needs `tensor`: all but the experts of its other parts."""
-        share = self._share(tensor)
-        return share is None or share == self.engine.expert_rank(rank)
+        return self.engine.takes(rank, self._share(tensor))
 
     def _share(self, tensor: PlacedTensor) -> int | None:
         """The share of the experts that a tensor is in; None: every engine rank needs it."""
@@ -146,7 +153,7 @@ class WeightPlan:
     def _takers(self, share: int | None) -> np.ndarray:
         """[ranks] 0 or 1: whether the engine's part there needs this share of the experts."""
         ranks = range(self.layout.world_size)
-        return np.array([share is None or share == self.engine.expert_rank(rank) for rank in ranks], dtype=np.int64)
+        return np.array([self.engine.takes(rank, share) for rank in ranks], dtype=np.int64)
 
     @functools.cache  # noqa: B019
     def _movers(self, place: Place, share: int | None) -> np.ndarray:

@@ -166,6 +166,32 @@ ONE_MISTAKE = {
         6,
         ["rollout.tensor_model_parallel_size is 4", "world size 6"],
     ),
+    "servers of an engine that has none": (["rollout.servers=[a:1]"], 1, ["rollout.servers", "is transformers"]),
+    "servers that do not divide the world": (
+        ["rollout.engine=sglang", "rollout.servers=[a:1,b:1]"],
+        3,
+        ["rollout.servers names 2", "world size 3"],
+    ),
+    "a server without a port": (
+        ["rollout.engine=sglang", "rollout.servers=[node7]"],
+        1,
+        ["rollout.servers has 'node7'", "host:port"],
+    ),
+    "a server that is named twice": (
+        ["rollout.engine=sglang", "rollout.servers=[a:1,a:1]"],
+        2,
+        ["rollout.servers names a server twice"],
+    ),
+    "a server of several pipeline stages": (
+        ["rollout.engine=sglang", "rollout.servers=[a:1]", "rollout.sglang.pp_size=2"],
+        1,
+        ["rollout.sglang.pp_size is 2", "tensor-parallel ranks alone"],
+    ),
+    "a server that is waited for longer than ranks wait": (
+        ["rollout.engine=sglang", "rollout.servers=[a:1]", "rollout.server_timeout_s=590"],
+        1,
+        ["rollout.server_timeout_s is 590", "observe.hang_timeout_s", "at least 650"],
+    ),
     "a gather without a distributed optimizer": (
         [
             "parallel.overlap_param_gather=true",
@@ -182,6 +208,7 @@ ONE_MISTAKE = {
     "evaluation of nothing": (["data.val_files=[]"], 1, ["trainer.val_before_train", "data.val_files is empty"]),
     "a checkpoint that is not asked for": (["trainer.resume_from_path=/"], 1, ["resume_mode is auto"]),
     "a checkpoint that is not named": (["trainer.resume_mode=path"], 1, ["resume_from_path is null"]),
+    "other data with epochs": (["trainer.resume_with_other_data=true"], 1, ["total_training_steps is null"]),
     "checkpoints to keep where none is deleted": (["checkpoint.keep_every=100"], 1, ["keep_last null deletes none"]),
     "the best by no metric": (["checkpoint.keep_last=1", "checkpoint.keep_best=1"], 1, ["best_metric is null"]),
     "the best by what is never measured": (

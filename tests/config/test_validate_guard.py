@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import ConfigError, load_config, validate
+from megarl.config.guard_notes import guard_notes
 from megarl.config.guard_rules import guard_rules
 from megarl.config.metric_names import known_metrics
 from tests.config.test_validate import LLAMA
@@ -52,7 +53,19 @@ GOOD = {
         "guard.cut_off.action=none",
     ],
     "a rule over a metric that only the run knows": ["guard.rules=[{metric: reward/letters/mean, below: 0.5}]"],
-    "a rule over an evaluation": ["guard.rules=[{metric: val-core/gsm8k/reward/mean@1, drop_below_average: 0.1}]"],
+    "a rule over an evaluation": [
+        "guard.rules=[{metric: val-core/gsm8k/reward/mean@1, drop_below_average: 0.1}]",
+        "trainer.test_freq=5",
+    ],
+    "what is switched off": [
+        "guard.entropy={below: 0, action: none}",
+        "guard.rules=[{metric: actor/entropy, below: 0, action: none}, {metric: val/a, above: 1, action: none}]",
+    ],
+    "bounds that are only just possible": [
+        "guard.cut_off.above=0.99",
+        "guard.entropy.below=0.001",
+        "guard.rules=[{metric: actor/pg_clipfrac, drop_below_average: 0.99}, {metric: actor/ppo_kl, below: -1}]",
+    ],
     "one rule without brackets": ["guard.rules={metric: actor/entropy, below: 0.1, window: 3, action: stop}"],
     "the critic's loss where there is one": ["guard.value_loss.action=stop", "algorithm.adv_estimator=gae"],
     "a supervised run": ["trainer.kind=sft", "guard.rules=[{metric: train/loss, times_average: 3, window: 9}]"],
@@ -105,6 +118,32 @@ ONE_MISTAKE = {
         ["guard.value_loss.action=stop"],
         ["guard.value_loss is set", "rl with grpo", "critic/vf_loss"],
     ),
+    "a share above one": (
+        ["guard.cut_off.above=1"],
+        ["guard.cut_off.above is 1", "response_length/clip_ratio is at most"],
+    ),
+    "an entropy below zero": (["guard.entropy.below=0"], ["guard.entropy.below is 0", "actor/entropy is at least 0"]),
+    "a share that falls by all of it": (
+        ["guard.rules=[{metric: actor/pg_clipfrac, drop_below_average: 1}]"],
+        ["guard.rules[0].drop_below_average is 1", "lies between 0 and 1"],
+    ),
+    "a norm below zero": (
+        ["guard.rules=[{metric: actor/grad_norm, below: -0.5}]"],
+        ["guard.rules[0].below is -0.5", "would never act"],
+    ),
+    "a metric of evaluations that are never made": (
+        ["guard.rules=[{metric: val-core/gsm8k/reward/mean@1, below: 0.1}]"],
+        ["guard.rules[0].metric", "trainer.test_freq is -1"],
+    ),
+    "what guards did": (["guard.rules=[{metric: guard/fired, above: 2}]"], ["'guard/fired'", "says what guards did"]),
+    "a rate that is not lowered": (
+        ["guard.entropy.action=lower_lr", "guard.lr_factor=1"],
+        ["guard.entropy.action is lower_lr", "guard.lr_factor 1"],
+    ),
+    "a rate that cannot go down": (
+        ["guard.entropy.action=lower_lr", "guard.min_lr_factor=1"],
+        ["guard.entropy.action is lower_lr", "guard.min_lr_factor 1"],
+    ),
     "a factor above one": (["guard.lr_factor=1.5"], ["guard.lr_factor is 1.5", "at most 1"]),
 }
 
@@ -136,3 +175,50 @@ def test_a_rule_that_cannot_be_read_is_one_problem(override: str, words: list[st
 def test_a_critic_of_a_persons_own_estimator_may_be_watched(config: Path) -> None:
     known = known_metrics(load_config(config, ["algorithm.adv_estimator=mine", "algorithm.plugins=[mine.py]"]))
     assert not known.rules_out("critic/vf_loss")
+
+
+NOTES = {
+    # Of each: settings, steps of the run, and what the note says; None: there is none.
+    "the defaults in a short run": ([], 2, None),
+    "an average of steps before": (
+        ["guard.reward={window: 20, patience: 3, action: stop}"],
+        22,
+        "guard.reward cannot act in this run: it needs 23 values of critic/score/mean (window 20, patience 3)",
+    ),
+    "as many as it needs": (["guard.reward={window: 20, patience: 3, action: stop}"], 23, None),
+    "an average up to the step": (
+        ["guard.rules=[{metric: actor/entropy, below: 0.1, window: 4, patience: 2}]"],
+        4,
+        "it needs 5 values of actor/entropy (window 4, patience 2), and 4 steps give at most 4.",
+    ),
+    "a critic that warms up": (
+        ["guard.entropy={window: 4, action: stop}", "trainer.critic_warmup=7"],
+        10,
+        "10 steps give at most 3.",
+    ),
+    "evaluations": (
+        ["guard.rules=[{metric: val/a, below: 0.1, window: 4}]", "trainer.test_freq=5"],
+        12,
+        "12 steps give at most 3.",
+    ),
+    "a run without an end in steps": (["guard.reward={window: 20, action: stop}"], None, None),
+    "a single update": (
+        ["guard.kl.action=skip_step"],
+        100,
+        "guard.kl cannot act in this run: actor/ppo_kl is 0 with a single update a step",
+    ),
+    "two mini-batches": (["guard.kl.action=skip_step", "actor.ppo_mini_batch_size=4"], 100, None),
+    "two epochs": (["guard.kl.action=skip_step", "actor.ppo_epochs=2"], 100, None),
+    "old log-probs of their own": (["guard.kl.action=skip_step", "algorithm.use_kl_in_reward=true"], 100, None),
+    "a bound that 0 breaks": (["guard.rules=[{metric: actor/ppo_kl, below: 0.1}]"], 100, None),
+    "a guard that is switched off": (["guard.kl.action=none"], 100, None),
+}
+
+
+@pytest.mark.parametrize(("overrides", "steps", "words"), NOTES.values(), ids=NOTES.keys())
+def test_what_cannot_act_in_this_run_is_noted(
+    overrides: list[str], steps: int | None, words: str | None, config: Path
+) -> None:
+    notes = list(guard_notes(load_config(config, overrides), steps))
+    assert len(notes) == (words is not None)
+    assert all(words in note and note.startswith("note: ") for note in notes)

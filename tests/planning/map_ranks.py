@@ -9,10 +9,8 @@ tensors).
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import logging
-import os
 import pickle
 import sys
 from pathlib import Path
@@ -28,10 +26,11 @@ from megarl.parallel.groups import build_groups
 from megarl.planning.simulated_ranks import held_by_ranks
 from megarl.weights.architecture_tensors import architecture_tensors
 from megarl.weights.export_hf import plan_export
+from tests.launch import LIMIT_S, end_at_the_time_limit
 
 
 def real(models: Path, file: Path, cases: list[dict]) -> None:
-    _, world_size = platform.init_distributed(120)
+    _, world_size = platform.init_distributed(LIMIT_S)
     results = {}
     built, groups = None, None
     for case in sorted(cases, key=lambda case: json.dumps(case["layout"])):
@@ -60,6 +59,6 @@ def simulated(models: Path, file: Path, cases: list[dict]) -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(float(os.environ.get("MEGARL_TEST_TIMEOUT_S", "200")), exit=True)
+    end_at_the_time_limit()
     logging.disable(logging.WARNING)
     {"real": real, "simulated": simulated}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4]))

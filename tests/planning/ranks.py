@@ -5,10 +5,8 @@ Usage: torchrun … ranks.py MODELS_FOLDER RESULTS_FILE CASES_JSON
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from megarl.models.build import Role, build_model, config_overrides
 from megarl.models.outputs import token_logprobs, token_values
 from megarl.models.train import TrainableModel, optimizer_config
 from megarl.parallel.groups import Groups, build_groups
+from tests.launch import LIMIT_S, end_at_the_time_limit
 from tests.planning.activation_meter import ActivationMeter
 
 
@@ -84,10 +83,10 @@ def optimizer_bytes(trainable: TrainableModel, dtype: torch.dtype) -> int:
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(float(os.environ.get("MEGARL_TEST_TIMEOUT_S", "200")), exit=True)
+    end_at_the_time_limit()
     logging.disable(logging.WARNING)
     models, results_file = Path(sys.argv[1]), Path(sys.argv[2])
-    _, world_size = platform.init_distributed(120)
+    _, world_size = platform.init_distributed(LIMIT_S)
     results = {}
     built, groups = None, None
     for case in json.loads(sys.argv[3]):

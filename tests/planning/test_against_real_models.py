@@ -20,7 +20,6 @@ from tests.launch import torchrun
 from tests.tiny_models import hf_config
 
 # The first test waits for all of them to be built.
-pytestmark = pytest.mark.timeout(1800)
 
 STATE_TOLERANCE = 0.01
 ACTIVATION_TOLERANCE = 0.15

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.schema import RunConfig
-from megarl.planning.memory import GIB, Item, MemoryPlan, Phase, models_of, plan_memory
+from megarl.planning.memory import GIB, Bytes, Item, MemoryPlan, Phase, describe_peak, models_of, plan_memory
 from tests.planning.model_configs import DEEPSEEK_V3, LLAMA_8B, LLAMA_70B, write_model
 
 
@@ -42,6 +42,20 @@ def test_more_engine_ranks_than_key_value_heads_hold_a_head_each(tmp_path: Path)
     eight, sixteen = (memory_of(config_of(tmp_path, LLAMA_8B, engine_ranks=n), 16).kv for n in (8, 16))
     assert eight is not None and sixteen is not None
     assert sixteen.sequence_bytes == eight.sequence_bytes
+
+
+def test_servers_take_nothing_of_the_trainers_gpus_but_buckets_do(tmp_path: Path) -> None:
+    config = config_of(tmp_path, LLAMA_8B)
+    config.rollout.servers = ["node7:30000", "node8:30000"]
+    plan = memory_of(config, 8)
+    assert plan.kv is None and plan.has_servers and Phase.ROLLOUT not in plan.worst.phases
+    assert not any({Item.ENGINE, Item.KV_CACHE} & {item for item in held if held[item]} for held in phases_of(plan))
+    assert plan.worst.phases[Phase.SYNC][Item.BUFFERS] > 0
+    assert any("rollout.servers have GPUs of their own" in line for line in describe_peak(plan))
+
+
+def phases_of(plan: MemoryPlan) -> list[Bytes]:
+    return [held for stage in plan.stages for held in stage.phases.values()]
 
 
 def test_sglang_takes_what_is_left_and_the_transformers_engine_all_it_was_promised(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.launch import LIMIT_S, ROOT
 from tests.planning.model_configs import DEEPSEEK_V3, LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B, QWEN3_235B_A22B, write_model
-
-ROOT = Path(__file__).parents[2]
 
 V3_LAYOUT = [
     "parallel.tensor_model_parallel_size=8",
@@ -30,7 +29,7 @@ V3_LAYOUT = [
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
     # The weight map takes a minute at this size and has tests of its own.
     command = [sys.executable, ROOT / "launch" / "plan.py", "--no-map", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT)
 
 
 def plan_json(*arguments: str) -> tuple[int, dict[str, Any]]:
@@ -85,7 +84,7 @@ def test_neither_torch_nor_transformers_is_imported(v3: list[str]) -> None:
         "except SystemExit as end:\n    assert end.code == 0, end.code\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S)
     assert result.returncode == 0, result.stderr
 
 
@@ -183,7 +182,7 @@ def test_a_reader_that_stops_reading_is_no_failure(llama: list[str]) -> None:
     command = [sys.executable, ROOT / "launch" / "plan.py", *llama, "--json", "--no-map"]
     reads, writes = os.pipe()
     os.close(reads)
-    result = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT)
+    result = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S, cwd=ROOT)
     os.close(writes)
     assert (result.returncode, result.stderr) == (0, "")
 

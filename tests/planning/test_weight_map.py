@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import subprocess
@@ -22,7 +21,7 @@ from megarl.planning.weight_map_run import WeightMap, run_proofs
 from megarl.planning.weight_sections import map_problems as sentences
 from megarl.planning.weight_sections import map_section
 from megarl.weights.safetensors_io import SafetensorsReader
-from tests.launch import ROOT, torchrun
+from tests.launch import LIMIT_S, ROOT, environment, torchrun
 from tests.planning.model_configs import DEEPSEEK_V3, write_model
 from tests.tiny_models import DENSE, MOE, make_hf_model
 
@@ -83,10 +82,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def simulated(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Held], dict]]:
     """By case, what every class of ranks holds and the architecture's tensors."""
     file = tmp_path_factory.mktemp("simulated") / "results.pickle"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     program, cases = ROOT / "tests/planning/map_ranks.py", json.dumps([as_json(case) for case in CASES])
     command = [sys.executable, str(program), "simulated", str(models), str(file), cases]
-    subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=280)
+    subprocess.run(command, env=environment(LIMIT_S), cwd=ROOT, check=True, timeout=LIMIT_S)
     return pickle.loads(file.read_bytes())
 
 
@@ -371,7 +369,7 @@ trainer: {val_before_train: false, test_freq: -1}
 def run_plan(folder: Path, *options: str) -> dict[str, Any]:
     (folder / "run.yaml").write_text(CONFIG)
     command = [sys.executable, str(ROOT / "launch/plan.py"), "--config", "run.yaml", "--gpus", "8", "--json", *options]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
     assert result.returncode == 0, result.stdout + result.stderr
     return json.loads(result.stdout)
 

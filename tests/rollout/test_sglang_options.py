@@ -14,7 +14,7 @@ from megarl.config.show import to_yaml
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang.environment import CPU_STANDINS, server_environment
 from megarl.rollout.sglang.options import EngineSettings, engine_arguments
-from megarl.rollout.sglang.placement import Placement, place
+from megarl.rollout.sglang.placement import Placement, place, place_beside_server, place_server
 from megarl.rollout.sglang.sampling import is_cut_off, kept_tokens
 
 SETTINGS = EngineSettings(
@@ -60,6 +60,28 @@ def test_an_engine_over_nodes_is_started_on_each_of_them() -> None:
 def test_an_engine_that_shares_a_node_with_part_of_another_is_refused(size: int, per_node: int) -> None:
     with pytest.raises(ValueError, match=f"divisor or a multiple of {per_node}"):
         place(0, size, per_node)
+
+
+def test_equally_many_consecutive_ranks_share_a_server() -> None:
+    placements = [place_beside_server(rank, 4) for rank in range(8)]
+    assert [placement.engine for placement in placements] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [placement.rank for placement in placements if placement.is_leader] == [0, 4]
+    assert placements[5].ranks == range(4, 8)
+
+
+def test_a_server_has_its_nodes_for_itself_and_a_generator_of_its_own() -> None:
+    parts = [place_server(1, 16, 2, node) for node in range(2)]
+    assert [(part.nodes, part.node, part.base_device, part.is_leader) for part in parts] == [
+        (2, 0, 0, True),
+        (2, 1, 0, False),
+    ]
+    of_sglang = [
+        engine_arguments(SETTINGS, part, on_cpu=False, address="a:1", gives_memory_back=False) for part in parts
+    ]
+    assert of_sglang[0]["random_seed"] == of_sglang[1]["random_seed"] == SETTINGS.seed + 1
+    assert not of_sglang[0]["enable_memory_saver"]
+    with pytest.raises(ValueError, match="over 3 nodes: choose a divisor of 16"):
+        place_server(0, 16, 3, 0)
 
 
 def test_engines_draw_from_generators_of_their_own() -> None:
@@ -143,8 +165,9 @@ def test_the_installed_sglang_has_every_argument_that_megarl_sets() -> None:
         assert not arguments.keys() - set(known)
         # Whatever megarl decides, a person is told where, but for what only a CPU engine needs.
         decided = arguments.keys() - SETTINGS.options.keys() - SET_ELSEWHERE.keys()
-        changeable = {"log_level", "sampling_backend", "grammar_backend", "disable_cuda_graph", "max_total_tokens"}
-        assert decided <= changeable
+        changeable = {"log_level", "sleep_on_idle"}
+        for_a_cpu = {"sampling_backend", "grammar_backend", "disable_cuda_graph", "max_total_tokens"}
+        assert decided <= changeable | for_a_cpu
     assert not SET_ELSEWHERE.keys() - set(known)
 
 

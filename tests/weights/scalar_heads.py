@@ -8,10 +8,8 @@ there by megarl and by transformers. What was found goes to OUTPUT_FOLDER/result
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from megarl.parallel.groups import Groups, build_groups
 from megarl.weights.load_hf import load_hf
 from megarl.weights.save_hf import save_hf
 from tests.distributed.parity import AUTO_CLASS, whole_output
+from tests.launch import LIMIT_S, end_at_the_time_limit
 
 LENGTHS = (7, 24, 2, 19)
 PADDING = 0
@@ -90,12 +89,12 @@ def run_case(source: Path, target: Path, role: Role, groups: Groups) -> dict:
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(float(os.environ.get("MEGARL_TEST_TIMEOUT_S", "200")), exit=True)
+    end_at_the_time_limit()
     logging.disable(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     models, output = Path(sys.argv[1]), Path(sys.argv[2])
-    rank, world_size = platform.init_distributed(120)
+    rank, world_size = platform.init_distributed(LIMIT_S)
     groups = build_groups(Layout(world_size=world_size, **json.loads(sys.argv[4])))
     results = {
         name: run_case(models / source, output / name, Role(role), groups)

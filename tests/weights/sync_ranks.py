@@ -13,10 +13,8 @@ A case is a layout, an engine layout, a bucket size and models. Results, by "mod
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,6 +36,7 @@ from megarl.weights.load_hf import load_hf
 from megarl.weights.placement import rank_places
 from megarl.weights.plan import EngineLayout
 from megarl.weights.sync_source import make_bucket_stream, placed_tensors
+from tests.launch import LIMIT_S, end_at_the_time_limit
 
 
 class RecordingEngine:
@@ -107,9 +106,10 @@ def run_case(folder: Path, groups: Groups, case: dict[str, Any]) -> dict[str, An
     experts = model.config.num_moe_experts or 1
     share = range(experts // engine_layout.ep) if experts else range(0)
     first = engine_layout.expert_rank(groups.rank) * len(share)
+    takes_nothing = engine_layout.by_first_rank and groups.rank % engine_layout.tp
     wanted = {
         name: tensor
-        for name, tensor in weights.items()
+        for name, tensor in ({} if takes_nothing else weights).items()
         if ".experts." not in name or int(name.split(".experts.")[1].split(".")[0]) - first in share
     }
     mine = {
@@ -130,10 +130,10 @@ def run_case(folder: Path, groups: Groups, case: dict[str, Any]) -> dict[str, An
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(float(os.environ.get("MEGARL_TEST_TIMEOUT_S", "200")), exit=True)
+    end_at_the_time_limit()
     logging.disable(logging.WARNING)
     models, file = Path(sys.argv[1]), Path(sys.argv[2])
-    _, world_size = platform.init_distributed(120)
+    _, world_size = platform.init_distributed(LIMIT_S)
     results = {}
     for case in json.loads(sys.argv[3]):
         groups = build_groups(Layout(world_size=world_size, **case["layout"]))

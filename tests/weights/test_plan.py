@@ -64,6 +64,8 @@ DENSE_CASES = [
     Case(ranks=8, layout={"pp": 2, "vpp": 2, "tp": 2}, engine={"tp": 2}),
     Case(ranks=16, layout={"pp": 2, "tp": 2, "cp": 2, "first_stage_layers": 1, "last_stage_layers": 3}),
     Case(ranks=32, layout={"pp": 4, "tp": 2}, engine={"tp": 4}, ranks_per_node=4),
+    Case(ranks=8, layout={"pp": 2, "tp": 2}, engine={"tp": 8, "by_first_rank": True}),  # two domains, one takes nothing
+    Case(ranks=8, layout={"tp": 2}, engine={"tp": 4, "by_first_rank": True}, ranks_per_node=2),
 ]
 MOE_CASES = [
     Case(ranks=4, layout={"ep": 4}, engine={"tp": 4, "ep": 4}),
@@ -72,6 +74,7 @@ MOE_CASES = [
     Case(ranks=16, layout={"tp": 2, "ep": 4, "etp": 2, "pp": 2}, engine={"tp": 8, "ep": 4}, ranks_per_node=4),
     Case(ranks=16, layout={"pp": 2, "ep": 2, "cp": 2, "vpp": 2}, engine={"tp": 4, "ep": 4}),  # an engine, two domains
     Case(ranks=16, layout={"ep": 2, "etp": 1, "tp": 2}, engine={"tp": 4, "ep": 2}),
+    Case(ranks=16, layout={"pp": 2, "ep": 4}, engine={"tp": 8, "by_first_rank": True}, ranks_per_node=4),
 ]
 ALL = [(case, model) for case in DENSE_CASES for model in (*DENSE, *MOE)]
 ALL += [(case, model) for case in MOE_CASES for model in MOE]
@@ -79,7 +82,9 @@ ALL += [(case, model) for case in MOE_CASES for model in MOE]
 
 def needed(plan: WeightPlan, rank: int, experts: int) -> set[str]:
     """The tensors that the engine's part on a rank needs, from their names alone."""
-    found = set()
+    found: set[str] = set()
+    if plan.engine.by_first_rank:
+        return found if rank % plan.engine.tp else {tensor.name for tensor in plan.tensors}
     share = experts // plan.engine.ep
     part = rank % plan.engine.tp // (plan.engine.tp // plan.engine.ep)
     for tensor in plan.tensors:

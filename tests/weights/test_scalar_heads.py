@@ -83,7 +83,6 @@ def result(outputs: dict[str, Path], layout: str, case: str) -> dict:
     return json.loads((outputs[layout] / "results.json").read_text())[case]
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("case", GOOD)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_export_gives_the_same_values_here_and_in_transformers(outputs: dict, layout: str, case: str) -> None:

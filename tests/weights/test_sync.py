@@ -23,6 +23,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"layout": {"ep": 2}, "engine": TP2_EP2, "models": MOE},
         {"layout": {"cp": 2}, "engine": TP2, "models": ("llama", "qwen3_moe")},
         {"layout": {}, "engine": {}, "models": ("qwen2_tied", "deepseek_v3")},
+        {"layout": {"pp": 2}, "engine": {"tp": 2, "by_first_rank": True}, "models": ("llama", "qwen3_moe")},
+        {"layout": {"ep": 2}, "engine": {"tp": 2, "by_first_rank": True}, "models": ("qwen3_moe",)},
     ],
     4: [
         {"layout": {"tp": 2, "pp": 2}, "engine": TP2, "models": ("llama_tied", "qwen3", "deepseek_v3")},

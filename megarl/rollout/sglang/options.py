@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.config.schema import RunConfig
 from megarl.rollout.sglang.placement import Placement
 
 RESERVED_POSITIONS = 2
@@ -31,13 +32,29 @@ class EngineSettings:
     """`rollout.sglang`: any other argument, by SGLang's name."""
 
 
+def engine_settings(config: RunConfig) -> EngineSettings:
+    """What a run's config says."""
+    rollout = config.rollout
+    return EngineSettings(
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        max_tokens=config.data.max_prompt_length + config.data.max_response_length,
+        max_num_seqs=rollout.max_num_seqs,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        seed=config.trainer.seed,
+        return_routed_experts=config.actor.router_replay.mode == "R3",
+        options=rollout.sglang,
+    )
+
+
 def engine_arguments(
-    settings: EngineSettings, placement: Placement, *, on_cpu: bool, address: str | None
+    settings: EngineSettings, placement: Placement, *, on_cpu: bool, address: str | None, gives_memory_back: bool = True
 ) -> dict[str, Any]:
     """Keyword arguments of `sglang.srt.entrypoints.engine.Engine` for one node's part of an engine.
 
     Args:
         address: `host:port` at which the nodes of one engine meet; None on one node.
+        gives_memory_back: whether the engine shares its GPUs with a trainer.
     """
     arguments: dict[str, Any] = {
         "model_path": settings.model_path,
@@ -55,9 +72,15 @@ def engine_arguments(
         # The trainer's weights come before anything is generated, so none are read from disk.
         "load_format": "dummy",
         "log_level": "error",
+        # While the trainer computes, each scheduler would keep a core busy with waiting.
+        "sleep_on_idle": True,
         "enable_return_routed_experts": settings.return_routed_experts,
     }
-    return {**arguments, **(_cpu(settings) if on_cpu else _cuda(settings, placement)), **settings.options}
+    return {
+        **arguments,
+        **(_cpu(settings) if on_cpu else _cuda(settings, placement, gives_memory_back)),
+        **settings.options,
+    }
 
 
 def _cpu(settings: EngineSettings) -> dict[str, Any]:
@@ -72,9 +95,9 @@ def _cpu(settings: EngineSettings) -> dict[str, Any]:
     }
 
 
-def _cuda(settings: EngineSettings, placement: Placement) -> dict[str, Any]:
+def _cuda(settings: EngineSettings, placement: Placement, gives_memory_back: bool) -> dict[str, Any]:
     return {
         "base_gpu_id": placement.base_device,
         "mem_fraction_static": settings.gpu_memory_utilization,
-        "enable_memory_saver": True,
+        "enable_memory_saver": gives_memory_back,
     }

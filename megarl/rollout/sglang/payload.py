@@ -1,6 +1,7 @@
-"""One rank's bucket on its way into a scheduler process of SGLang: as a handle, not as bytes.
+"""A bucket on its way into a scheduler process of SGLang: what is in it, and a handle of its bytes.
 
-On a GPU the handle is CUDA's (the scheduler maps the trainer's memory), on a CPU the path of memory that both map.
+Of a rank that shares its device with the engine the handle is CUDA's (the scheduler maps the trainer's memory), or on a
+CPU the path of memory that both map. For a server of its own it is none: the bytes come over the update group.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.rollout.engine import WeightUpdateError
+from megarl.rollout.sglang.update_group import UpdateGroup
 from megarl.weights.bucket import Bucket, Entry
 from megarl.weights.checksum import checksum
 
@@ -64,11 +66,7 @@ class Sender:
 
     def payload(self, bucket: Bucket) -> bytes:
         """What `update_weights_from_tensor` takes for one scheduler process."""
-        content: dict[str, Any] = {
-            "entries": [(e.name, str(e.dtype).removeprefix("torch."), e.shape, e.offset) for e in bucket.entries],
-            "checksums": None if bucket.checksums is None else dict(bucket.checksums),
-            "bytes": bucket.data.numel(),
-        }
+        content = contents_of(bucket)
         if self._shared is not None:
             self._shared.fill(bucket.data)
             # No tensor is in it, so the importing of SGLang, seconds and some hundred MB, is saved in each rank.
@@ -86,19 +84,43 @@ class Sender:
             self._shared.close()
 
 
-def arrived(content: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a payload, as views of the sender's memory, each checked as it comes.
+def contents_of(bucket: Bucket) -> dict[str, Any]:
+    """What is in a bucket, and where; also as JSON."""
+    names = [entry.name for entry in bucket.entries]
+    return {
+        "entries": [(e.name, str(e.dtype).removeprefix("torch."), e.shape, e.offset) for e in bucket.entries],
+        "checksums": None if bucket.checksums is None else {name: bucket.checksums[name] for name in names},
+        "bytes": bucket.data.numel(),
+    }
+
+
+def arrived(content: Mapping[str, Any], group: UpdateGroup | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a payload, each checked as it comes.
+
+    Args:
+        group: what brings the bytes, where the payload has no handle.
 
     Raises:
         WeightUpdateError: a tensor's checksum is not that which the sender took of it.
+        RuntimeError: the bytes did not come.
     """
-    data = content["data"] if "data" in content else _mapped(content["path"], content["bytes"])
+    data = _bytes_of(content, group)
     entries = tuple(Entry(n, getattr(torch, dtype), tuple(shape), at) for n, dtype, shape, at in content["entries"])
     expected = content["checksums"]
     for name, tensor in Bucket(entries, data, expected).tensors():
         if expected is not None and checksum(tensor) != expected[name]:
             raise WeightUpdateError(f"{name} arrived changed: its checksum is not that of the trainer's tensor")
         yield name, tensor
+
+
+def _bytes_of(content: Mapping[str, Any], group: UpdateGroup | None) -> Tensor:
+    if "data" in content:
+        return content["data"]
+    if "path" in content:
+        return _mapped(content["path"], content["bytes"])
+    if group is None:
+        raise RuntimeError("a bucket came before the group over which its bytes come")
+    return group.receive(content["bytes"])
 
 
 def _mapped(path: str, size: int) -> Tensor:

@@ -57,7 +57,7 @@ def place(rank: int, size: int, ranks_per_node: int) -> Placement:
             f"an engine of {size} ranks (rollout.tensor_model_parallel_size) fits neither into a node of "
             f"{ranks_per_node} ranks nor into several whole ones: choose a divisor or a multiple of {ranks_per_node}"
         )
-    first = rank // size * size
+    first = first_of(rank, size)
     nodes = max(size // ranks_per_node, 1)
     return Placement(
         rank=rank,
@@ -67,3 +67,32 @@ def place(rank: int, size: int, ranks_per_node: int) -> Placement:
         node=(rank - first) // (size // nodes),
         base_device=first % ranks_per_node,
     )
+
+
+def place_beside_server(rank: int, size: int) -> Placement:
+    """The placement of one of `size` consecutive ranks that share a server of its own: none starts anything."""
+    return Placement(rank=rank, first_rank=first_of(rank, size), size=size, nodes=1, node=0, base_device=0)
+
+
+def place_server(number: int, size: int, nodes: int, node: int) -> Placement:
+    """The placement of one node's part of a server, which has its nodes' devices for itself.
+
+    Args:
+        number: of the server among all.
+        size: its tensor-parallel size.
+
+    Raises:
+        ValueError: the nodes would have parts of different sizes.
+    """
+    if size % nodes:
+        raise ValueError(
+            f"a server of {size} GPUs (rollout.tensor_model_parallel_size) cannot share them out over {nodes} nodes: "
+            f"choose a divisor of {size}"
+        )
+    rank = number * size + node * (size // nodes)
+    return Placement(rank=rank, first_rank=number * size, size=size, nodes=nodes, node=node, base_device=0)
+
+
+def first_of(rank: int, size: int) -> int:
+    """The first of the `size` consecutive ranks that `rank` is one of."""
+    return rank // size * size

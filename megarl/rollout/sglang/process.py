@@ -11,15 +11,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
 from megarl.rollout.engine import EngineDied
-from megarl.rollout.sglang.messages import Abort, Answer, Call, Draw, Drawn, Refused
+from megarl.rollout.sglang.channel import STARTED, Channel
 
 _SERVER = "megarl.rollout.sglang.server"
 _LINES_SHOWN = 12
@@ -31,8 +29,8 @@ _NOISE = re.compile(r"py-?spy|coredump", re.IGNORECASE)
 _END_TIMEOUT_S = 20.0
 
 
-class EngineProcess:
-    """Starts a server process and talks to it. One thread uses it, except for `abort`."""
+class EngineProcess(Channel):
+    """Starts a server process and talks to it."""
 
     def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         """Returns at once; `wait_until_ready` waits for the engine.
@@ -54,10 +52,7 @@ class EngineProcess:
                 # Ctrl-C is the rank's to answer; with it in the same process group, SGLang would print its stacks.
                 start_new_session=True,
             )
-        self._connection = Connection(ours.detach())
-        self._sending = threading.Lock()
-        self._calls = 0
-        self._drawn: deque[Drawn | Refused] = deque()
+        super().__init__(Connection(ours.detach()))
 
     @property
     def pid(self) -> int:
@@ -66,73 +61,22 @@ class EngineProcess:
     def wait_until_ready(self) -> str | None:
         """Waits for the engine; what kept it from starting, if anything did."""
         try:
-            return self._receive_answer(0)
+            return self.answer(STARTED)
         except EngineDied as error:
             # Most often an argument that SGLang cannot use: then its last error says all.
             errors = [line for line in self._lines() if _ERROR.match(line)]
             return errors[-1].strip() if errors else str(error)
 
-    def draw(self, draws: Sequence[Draw]) -> None:
-        """Asks for responses; `next_drawn` gives them as they finish."""
-        self._send(list(draws))
-
-    def next_drawn(self) -> Drawn | Refused:
-        """Waits for the next response.
-
-        Raises:
-            EngineDied: there will be none.
-        """
-        while not self._drawn:
-            self._receive()
-        return self._drawn.popleft()
-
-    def abort(self) -> None:
-        """Ends all responses soon. Any thread may call it."""
-        self._send([Abort()])
-
-    def call(self, method: str, **arguments: Any) -> str | None:
-        """Has the server do one thing (`server.Server`) and waits for it; what went wrong, if anything did.
-
-        Raises:
-            EngineDied: the process ended.
-        """
-        self._calls += 1
-        self._send([Call(number=self._calls, method=method, arguments=arguments)])
-        return self._receive_answer(self._calls)
-
     def close(self) -> None:
         """Ends the process and those that it started."""
-        self._connection.close()
+        super().close()
         # The closed connection is its sign to end in good order.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_END_TIMEOUT_S)
         self._kill()
         self._log.close()
 
-    def _send(self, messages: list[Any]) -> None:
-        try:
-            with self._sending:
-                self._connection.send(messages)
-        except OSError:
-            raise self._died() from None
-
-    def _receive(self) -> Answer | None:
-        """One message: a response is put by, an answer given back."""
-        try:
-            message = self._connection.recv()
-        except (EOFError, OSError):
-            raise self._died() from None
-        if isinstance(message, Answer):
-            return message
-        self._drawn.append(message)
-        return None
-
-    def _receive_answer(self, number: int) -> str | None:
-        while (answer := self._receive()) is None or answer.number != number:
-            pass
-        return answer.problem
-
-    def _died(self) -> EngineDied:
+    def _lost(self) -> EngineDied:
         # The connection closes a moment before the process ends, and its log may be written to until then.
         deadline = time.monotonic() + _END_TIMEOUT_S
         while self._process.poll() is None and time.monotonic() < deadline:

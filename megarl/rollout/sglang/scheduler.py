@@ -1,4 +1,4 @@
-"""What runs in SGLang's scheduler processes before SGLang does: three changes to SGLang 0.5.23, with their reasons."""
+"""What runs in SGLang's scheduler processes before SGLang does: four changes to SGLang 0.5.23, with their reasons."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megarl.rollout.engine import WeightUpdateError
 from megarl.rollout.sglang.payload import LOAD_FORMAT, arrived
+from megarl.rollout.sglang.update_group import GROUP_NAME, UpdateGroup, join
 
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> Any:
@@ -17,6 +18,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> Any:
     # SGLang's debug dumper imports Megatron-Core where it finds it: seconds and some hundred MB for nothing.
     sys.modules["megatron"] = None  # type: ignore[assignment]
     _take_checked_buckets()
+    _join_update_groups_in_time()
     _end_by_the_requests_tokens_alone()
     if not torch.cuda.is_available():
         _allocate_on_cpu()
@@ -38,22 +40,59 @@ def _take_checked_buckets() -> None:
     def update_weights_from_tensor(self: Any, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
         if load_format != LOAD_FORMAT:
             return original(self, named_tensors, load_format)
-        return _on_all_ranks(_load(lambda tensors: original(self, tensors), named_tensors))
+        group = self._model_update_group.get(GROUP_NAME)
+        return _on_all_ranks(_load(lambda tensors: original(self, tensors), named_tensors, group))
 
     WeightUpdater.update_weights_from_tensor = update_weights_from_tensor
 
 
-def _load(load: Any, content: Any) -> str | None:
+def _load(load: Any, content: Any, group: UpdateGroup | None) -> str | None:
     """Loads a bucket; what went wrong, if anything did."""
     try:
         # A list: nothing is loaded of a bucket that has a wrong tensor.
-        tensors = list(arrived(content))
+        tensors = list(arrived(content, group))
         success, message = load(tensors) if tensors else (True, "")
     except WeightUpdateError as error:
         return str(error)
-    except Exception as error:  # whatever SGLang's models raise for a tensor that does not fit
+    except Exception as error:  # the group's, or whatever SGLang's models raise for a tensor that does not fit
         return f"SGLang could not load a bucket from {content['entries'][0][0]} on: {type(error).__name__}: {error}"
     return None if success else message
+
+
+def _join_update_groups_in_time() -> None:
+    """`init_weights_update_group` and `destroy_weights_update_group` with our group, and an outcome of all ranks.
+
+    SGLang's own waits half an hour for a trainer that is gone, and answers with the first rank's outcome alone
+    (model_runner_components/weight_updater.py: `init_weights_update_group`).
+    """
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    def init_weights_update_group(
+        self: Any,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str = "nccl",
+    ) -> tuple[bool, str]:
+        problem = None
+        try:
+            self._model_update_group[group_name] = join(
+                master_address, master_port, rank_offset + self.tp_rank, world_size, backend
+            )
+        except RuntimeError as error:
+            problem = f"the group for weights did not form: {error}"
+        return _on_all_ranks(problem)
+
+    def destroy_weights_update_group(self: Any, group_name: str) -> tuple[bool, str]:
+        group = self._model_update_group.pop(group_name, None)
+        if group is not None:
+            group.abort()
+        return True, ""
+
+    WeightUpdater.init_weights_update_group = init_weights_update_group
+    WeightUpdater.destroy_weights_update_group = destroy_weights_update_group
 
 
 def _on_all_ranks(problem: str | None) -> tuple[bool, str]:

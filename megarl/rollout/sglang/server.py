@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import queue
@@ -20,33 +21,36 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megarl.processes.parent import die_with_parent
-from megarl.rollout.sglang.messages import Abort, Answer, Call, Draw, Drawn, Refused
+from megarl.rollout.sglang.channel import STARTED
+from megarl.rollout.sglang.messages import Abort, Answer, Call, Draw, Drawn, Refused, decode, encode
 
 _IDLE_TIMEOUT_S = 60.0
 """How long the engine may need to notice that its last response is done."""
 
 
 class Server:
-    """Answers one rank. Its public coroutines are what `Call` can name."""
+    """Answers one rank."""
+
+    calls: frozenset[str] = frozenset({"begin_weight_update", "end_weight_update", "flush", "pause", "go_on"})
+    """The coroutines that `Call` can name."""
 
     def __init__(self, engine: Any, connection: Connection) -> None:
         self._engine = engine
         self._manager = engine.tokenizer_manager
         self._connection = connection
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send_all, daemon=True)
         self._tasks: set[asyncio.Task[None]] = set()
 
     # Messages
 
     async def serve(self) -> None:
         """Runs until the rank closes the connection."""
-        # What has been imported stays; walking over it costs every flush of the cache a second on a CPU.
-        await self._manager.freeze_gc()
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Any] = asyncio.Queue()
         # Threads: a rank that does not read for a while must not hold up the loop, which feeds the schedulers.
         threading.Thread(target=self._receive, args=(loop, arrived), daemon=True).start()
-        threading.Thread(target=self._send_all, daemon=True).start()
+        self._sender.start()
         while (message := await arrived.get()) is not None:
             match message:
                 case Draw():
@@ -59,8 +63,8 @@ class Server:
     def _receive(self, loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[Any]) -> None:
         while True:
             try:
-                messages = self._connection.recv()
-            except (EOFError, OSError):
+                messages = decode(self._connection.recv_bytes())
+            except (EOFError, OSError, ValueError):
                 messages = [None]
             for message in messages:
                 loop.call_soon_threadsafe(arrived.put_nowait, message)
@@ -68,9 +72,9 @@ class Server:
                 return
 
     def _send_all(self) -> None:
-        while True:
+        while (message := self._outgoing.get()) is not None:
             try:
-                self._connection.send(self._outgoing.get())
+                self._connection.send_bytes(encode([message]))
             except OSError:  # the rank is gone, which `_receive` notices too
                 return
 
@@ -81,6 +85,8 @@ class Server:
 
     async def _call(self, call: Call) -> None:
         try:
+            if call.method not in self.calls:
+                raise ValueError(f"{call.method} is nothing that can be asked of this server")
             problem = await getattr(self, call.method)(**call.arguments)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
@@ -113,10 +119,10 @@ class Server:
         """Opens an update."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
-        return _problem(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+        return problem_of(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
 
-    async def update_weights(self, payloads: list[bytes], version: str) -> str | None:
-        """Takes one bucket: a payload for each scheduler process (`payload.Sender`)."""
+    async def _load_bucket(self, payloads: list[bytes], version: str) -> str | None:
+        """Takes one bucket: a payload for each scheduler process (`payload`)."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         from megarl.rollout.sglang.payload import LOAD_FORMAT
@@ -127,15 +133,15 @@ class Server:
             flush_cache=False,  # once, at the end
             weight_version=version,
         )
-        return _problem(await self._manager.update_weights_from_tensor(request, None))
+        return problem_of(await self._manager.update_weights_from_tensor(request, None))
 
     async def end_weight_update(self) -> str | None:
         """Closes an update."""
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
-        return _problem(await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
+        return problem_of(await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
 
-    # Memory and pauses
+    # Pauses
 
     async def flush(self, paused: bool) -> str | None:
         """Waits until nothing runs, and drops the KV cache's contents; in a pause nothing runs, and much may wait."""
@@ -143,18 +149,6 @@ class Server:
         return (
             None if result.success else f"the KV cache could not be flushed: {result.message or 'requests still run'}"
         )
-
-    async def release(self, tags: list[str]) -> None:
-        """Gives memory back. SGLang kills itself if anything still runs, so `flush` comes first."""
-        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
-
-        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
-
-    async def resume(self, tags: list[str]) -> None:
-        """Takes memory again."""
-        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
-
-        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
 
     async def pause(self, mode: str) -> None:
         """Holds all responses where they are."""
@@ -169,7 +163,29 @@ class Server:
         await self._manager.continue_generation(ContinueGenerationReqInput())
 
 
-def _problem(outcome: tuple[bool, str]) -> str | None:
+class ColocatedServer(Server):
+    """Of ranks that share their devices with the engine: weights are handed over in memory, which goes to and fro."""
+
+    calls = Server.calls | {"update_weights", "release", "resume"}
+
+    async def update_weights(self, payloads: list[str], version: str) -> str | None:
+        """Takes one bucket: a payload for each scheduler process (`payload.Sender`), in base64."""
+        return await self._load_bucket([base64.b64decode(payload) for payload in payloads], version)
+
+    async def release(self, tags: list[str]) -> None:
+        """Gives memory back. SGLang kills itself if anything still runs, so `flush` comes first."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
+
+    async def resume(self, tags: list[str]) -> None:
+        """Takes memory again."""
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
+
+
+def problem_of(outcome: tuple[bool, str]) -> str | None:
     # SGLang says what went wrong in its return value, and raises nothing.
     success, message = outcome
     return None if success else message
@@ -182,23 +198,18 @@ def _drawn(draw: Draw, result: dict[str, Any]) -> Drawn:
         logprobs = list(meta.get("output_token_sampling_logprobs", ()))
     else:
         logprobs = [logprob for logprob, *_ in meta.get("output_token_logprobs", ())]
-    experts = meta.get("routed_experts")
     return Drawn(
         key=draw.key,
         token_ids=tokens,
         logprobs=logprobs,
         finish_reason=meta["finish_reason"]["type"],
         weight_versions=[(span["start"], span["version"]) for span in meta.get("weight_versions", ())],
-        routed_experts=None if experts is None else base64.b64decode(experts),
+        routed_experts=meta.get("routed_experts"),
     )
 
 
-def main(parent: int, fd: int, arguments: dict[str, Any]) -> None:
-    """Starts the engine, says whether that worked, and serves."""
-    # No engine outlives its rank, however that ends; SGLang's own processes do the same with this one.
-    die_with_parent(parent)
-    os.set_inheritable(fd, False)
-    connection = Connection(fd)
+def start_engine(arguments: dict[str, Any]) -> Any:
+    """SGLang's engine, with our changes to its schedulers. Whatever keeps it from starting is raised."""
     from sglang.srt.entrypoints.engine import Engine
 
     from megarl.rollout.sglang.scheduler import run_scheduler_process
@@ -212,17 +223,30 @@ def main(parent: int, fd: int, arguments: dict[str, Any]) -> None:
             # detokenizer would only cost half a GB and a third of the time to start.
             return [], []
 
+    engine = HookedEngine(**arguments)
+    if engine.tokenizer_manager is not None:
+        # What has been imported stays; walking over it costs every flush of the cache a second on a CPU.
+        engine.loop.run_until_complete(engine.tokenizer_manager.freeze_gc())
+    return engine
+
+
+def main(parent: int, fd: int, arguments: dict[str, Any]) -> None:
+    """Starts the engine, says whether that worked, and serves."""
+    # No engine outlives its rank, however that ends; SGLang's own processes do the same with this one.
+    die_with_parent(parent)
+    os.set_inheritable(fd, False)
+    connection = Connection(fd)
     try:
-        engine = HookedEngine(**arguments)
+        engine = start_engine(arguments)
     except Exception as error:
-        connection.send(Answer(number=0, problem=f"{type(error).__name__}: {error}"))
+        connection.send_bytes(encode([Answer(number=STARTED, problem=f"{type(error).__name__}: {error}")]))
         raise
-    connection.send(Answer(number=0, problem=None))
+    connection.send_bytes(encode([Answer(number=STARTED, problem=None)]))
     if engine.tokenizer_manager is None:  # a further node of an engine: its first node has the requests
-        while connection.recv():
-            pass
+        with contextlib.suppress(EOFError, OSError):
+            connection.recv_bytes()
         return
-    engine.loop.run_until_complete(Server(engine, connection).serve())
+    engine.loop.run_until_complete(ColocatedServer(engine, connection).serve())
     engine.shutdown()
 
 
