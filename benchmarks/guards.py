@@ -80,6 +80,7 @@ def main() -> None:
             after_rollback=lambda: None,
             tell=lambda text: None,
             start=0,
+            total_steps=arguments.rounds,
         )
         watch.begin_step()
         look = median_seconds(lambda step: acting.after_step(step, metrics), arguments.rounds)

@@ -56,7 +56,7 @@ def load_sharded(state: dict[str, Any], folder: Path, *, validate_access_integri
         # Read by each rank on its own. Inside `load` their failure could not be told from one of the network.
         dist_checkpointing.load_common_state_dict(str(folder))
         dist_checkpointing.load_tensors_metadata(str(folder))
-    except (RuntimeError, *_UNREADABLE) as error:
+    except Exception as error:  # damaged JSON and pickles may raise anything
         problem = damaged(folder, error)
     raise_together(problem)
     try:
@@ -104,10 +104,11 @@ def _check_same_model(wanted: list[ShardedTensor], folder: Path) -> None:
     problem, stored = None, {}
     try:
         found = dist_checkpointing.load_tensors_metadata(str(folder))
+    except Exception as error:  # damaged JSON and pickles may raise anything
+        problem = damaged(folder, error)
+    else:
         stored = {key: tuple(tensor.global_shape) for key, tensor in found.items()}
         problem = next(_differences(wanted, stored, folder), None)
-    except _UNREADABLE as error:
-        problem = damaged(folder, error)
     raise_together(problem)
     raise_together(_left_over(wanted, stored, folder))
 

@@ -68,6 +68,7 @@ class CheckpointWrite:
         self._cleanup = cleanup
         """Removes the temporary folder where something fails, and publishes it where nothing does."""
         self._staged = staged
+        self._is_complete = False
         self._problem: str | None = None
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True) if thread else None
@@ -78,13 +79,15 @@ class CheckpointWrite:
         """Whether this rank's bytes are on the disk, or have failed to get there."""
         return self._thread is not None and not self._thread.is_alive()
 
-    def finish(self) -> None:
-        """Waits for the bytes of all ranks, and publishes the checkpoint. Collective over the world.
+    def complete(self) -> None:
+        """Waits for the bytes of all ranks: all that is left then is to publish them. Collective over the world.
 
         Raises:
             ConfigError: on every rank; a rank could not write, and nothing is left behind.
         """
-        with self._cleanup:
+        if self._is_complete:
+            return
+        with self._cleanup as cleanup:
             if self._thread is None:
                 self._write()
             else:
@@ -93,6 +96,17 @@ class CheckpointWrite:
                 raise self._failure
             raise_together(self._problem)
             self._describe()
+            self._cleanup = cleanup.pop_all()
+        self._is_complete = True
+
+    def finish(self) -> None:
+        """Completes the checkpoint and publishes it. Collective over the world.
+
+        Raises:
+            ConfigError: on every rank; a rank could not write, and nothing is left behind.
+        """
+        self.complete()
+        self._cleanup.close()
 
     def _write(self) -> None:
         """This rank's bytes. What goes wrong is kept, since a thread has nobody to tell."""
@@ -141,7 +155,7 @@ def begin_checkpoint(
         state: JSON; the same on every rank.
         others: further models, each in a folder of its name.
         memory: to copy the values to and write them from in a thread, so that training can go on and change them; one
-            checkpoint at a time. Without it they are written in `finish`, and nothing may change before.
+            checkpoint at a time. Without it they are written in `complete`, and nothing may change before.
         export_hf: write each model as a Hugging Face folder too; always at once, since it takes all ranks.
 
     Raises:
@@ -188,6 +202,8 @@ def read_state(folder: Path) -> dict[str, Any]:
     state, problem = {}, None
     try:
         state = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
+        if not isinstance(state, dict) or "config" not in state:
+            raise ValueError("it holds no config")
     except (OSError, ValueError) as error:  # ValueError: neither JSON nor text
         problem = (
             f"{folder} is not a checkpoint of a run, or a damaged one: its {STATE_NAME} cannot be read ({error}); name "

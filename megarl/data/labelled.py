@@ -69,6 +69,11 @@ class LabelledDataset:
         return self._usable.lengths
 
     @property
+    def fingerprint(self) -> str:
+        """Of the rows in the files (`Fingerprint`)."""
+        return self._usable.fingerprint
+
+    @property
     def labels(self) -> np.ndarray:
         """Whether each response is a good one, bool [len(self)]."""
         return self._labels
@@ -136,6 +141,11 @@ class SplitPairs:
     def lengths(self) -> np.ndarray:
         """Tokens of each conversation, int32 [len(self)]."""
         return self._pairs.lengths.ravel()
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the rows in the files (`Fingerprint`)."""
+        return self._pairs.fingerprint
 
     @property
     def labels(self) -> np.ndarray:

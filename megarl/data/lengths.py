@@ -10,6 +10,7 @@ import numpy as np
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema_inputs import DataConfig
+from megarl.data.fingerprint import Fingerprint
 from megarl.data.parquet import ParquetRows
 
 Progress = Callable[[str], None]
@@ -50,6 +51,8 @@ class UsableRows:
     """Rows in the files."""
     num_cut: int
     """Rows that are cut at their beginning."""
+    fingerprint: str
+    """Of all rows in the files, those that are left out too."""
     rule: LengthRule
 
     def __len__(self) -> int:
@@ -83,7 +86,9 @@ def usable_rows(
     """
     parts = []
     done = 0
+    fingerprint = Fingerprint()
     for first, batch in rows.scan():
+        fingerprint.add(batch)
         parts.append(np.array(count_tokens(first, batch), dtype=np.int32))
         if rule.truncation == "error":
             _refuse_longer(rows, first, parts[-1], rule)
@@ -103,6 +108,7 @@ def usable_rows(
         lengths=np.minimum(lengths[keep], rule.max_tokens),
         num_rows=len(rows),
         num_cut=int(longer[keep].sum()),
+        fingerprint=fingerprint.hexdigest(),
         rule=rule,
     )
 

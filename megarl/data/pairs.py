@@ -95,6 +95,11 @@ class PairDataset:
         return self._lengths
 
     @property
+    def fingerprint(self) -> str:
+        """Of the rows in the files (`Fingerprint`)."""
+        return self._usable.fingerprint
+
+    @property
     def num_same(self) -> int:
         """Rows that were left out because their two responses are the same."""
         return self._num_same

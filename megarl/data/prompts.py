@@ -53,6 +53,11 @@ class PromptDataset:
         return self._usable.lengths
 
     @property
+    def fingerprint(self) -> str:
+        """Of the rows in the files (`Fingerprint`)."""
+        return self._usable.fingerprint
+
+    @property
     def row_numbers(self) -> np.ndarray:
         """The row over all files that each prompt is, int64 [len(self)]."""
         return self._usable.rows

@@ -15,6 +15,7 @@ import numpy as np
 from megarl.config.errors import ConfigError
 from megarl.config.schema import RunConfig
 from megarl.data.chat import ChatTokenizer
+from megarl.data.fingerprint import Fingerprint
 from megarl.data.lengths import Progress
 from megarl.data.prompts import PromptDataset
 from megarl.data.response_rows import Response, ResponseRows
@@ -84,6 +85,8 @@ class OfflineResponses:
         self._rows = ResponseRows(config.data.train_files, chat, config.data, at_least=config.rollout.n)
         self._check_uses()
         self._counts = _Counts()
+        self._fingerprint = Fingerprint()
+        self._fingerprint.add([self._prompts.fingerprint])
         self._usable = np.flatnonzero(list(self._has_enough(progress)))
         if not len(self._usable):
             raise ConfigError(
@@ -109,6 +112,11 @@ class OfflineResponses:
     def lengths(self) -> np.ndarray:
         """Tokens of each prompt, int32 [len(self)]."""
         return self._prompts.lengths[self._usable]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the rows in the files, with their responses (`Fingerprint`)."""
+        return self._fingerprint.hexdigest()
 
     @property
     def sources(self) -> frozenset[tuple[str, str | None]]:
@@ -164,6 +172,7 @@ class OfflineResponses:
             for done, (number, responses) in enumerate(zip(some, self._rows.read(some), strict=True), start + 1):
                 fitting = self._rows.fitting(number, responses)
                 self._counts.add(responses, fitting, self._config.data.max_response_length)
+                self._fingerprint.add(responses)
                 if progress and done % _PROGRESS_ROWS == 0:
                     progress(f"counted the tokens of the responses of {done:,} of {len(numbers):,} rows")
                 yield len(fitting) >= self._config.rollout.n

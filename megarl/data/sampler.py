@@ -20,11 +20,14 @@ class PromptSampler:
     batch (`num_batches`). (verl drops the last rows of every epoch.)
     """
 
-    def __init__(self, num_rows: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self, num_rows: int, batch_size: int, *, shuffle: bool, seed: int, fingerprint: str | None = None
+    ) -> None:
         """Args:
             num_rows: rows of the dataset, after filtering.
             batch_size: rows of one batch, over all ranks.
             shuffle: whether each epoch has its own random order; if not, rows come in the order of the files.
+            fingerprint: what tells the rows from others.
 
         Raises:
             ConfigError: fewer rows than a batch.
@@ -38,6 +41,7 @@ class PromptSampler:
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.seed = seed
+        self.fingerprint = fingerprint
         self._drawn = 0
         self._reordered: list[tuple[int, int]] = []
         self._order: tuple[int, np.ndarray] | None = None
@@ -77,31 +81,34 @@ class PromptSampler:
             "num_rows": self.num_rows,
             "shuffle": self.shuffle,
             "seed": self.seed,
+            "fingerprint": self.fingerprint,
             "reordered": [list(each) for each in self._reordered],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `state_dict` was taken.
+    def difference(self, state: dict[str, Any]) -> str | None:
+        """How a state is of other data or of another order, in which rows would be missed or come twice; or None."""
+        if state["num_rows"] != self.num_rows:
+            return (
+                f"data.train_files have {self.num_rows} usable rows (by data.max_prompt_length and data.truncation), "
+                f"but had {state['num_rows']}"
+            )
+        if state["fingerprint"] != self.fingerprint:
+            return f"data.train_files have {self.num_rows} usable rows as before, but their rows are others"
+        for name, key in (("shuffle", "data.shuffle"), ("seed", "data.seed (null: trainer.seed)")):
+            if state[name] != getattr(self, name):
+                return f"{key} is {getattr(self, name)}, but was {state[name]}"
+        return None
 
-        Raises:
-            ConfigError: the state is of other data or of another order, in which rows would be missed or come twice.
-        """
-        own = {
-            "num_rows": (
-                self.num_rows,
-                "data.train_files with data.max_prompt_length and data.truncation (usable rows)",
-            ),
-            "shuffle": (self.shuffle, "data.shuffle"),
-            "seed": (self.seed, "data.seed"),
-        }
-        for name, (value, key) in own.items():
-            if state[name] != value:
-                raise ConfigError(
-                    f"{key}: the checkpoint was made with {state[name]}, this run has {value}: restore what it was, or "
-                    "start a new run."
-                )
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on exactly where `state_dict` was taken, of the same data in the same order (`difference`)."""
         self._drawn = state["drawn"]
-        self._reordered = [(drawn, number) for drawn, number in state.get("reordered", [])]
+        self._reordered = [(drawn, number) for drawn, number in state["reordered"]]
+        self._order = None
+
+    def begin_anew(self) -> None:
+        """Go back to the first row of the first epoch."""
+        self._drawn = 0
+        self._reordered = []
         self._order = None
 
     def _epoch_order(self, epoch: int) -> np.ndarray:

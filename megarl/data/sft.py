@@ -69,6 +69,11 @@ class SftDataset:
         """Tokens of each example, int32 [len(self)]."""
         return self._usable.lengths
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the rows in the files (`Fingerprint`)."""
+        return self._usable.fingerprint
+
     def examples(self, indices: Sequence[int]) -> list[SftExample]:
         """Examples by their numbers among the usable rows. One call for a batch is faster than a call for each."""
         numbers = self._usable.rows[list(indices)].tolist()

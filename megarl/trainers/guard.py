@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megarl import platform
 from megarl.config import ConfigError, RunConfig
+from megarl.config.guard_notes import guard_notes
 from megarl.config.metric_names import known_metrics
 from megarl.config.schema_guard import ACTIONS
 from megarl.config.validate_guard import nearest
@@ -71,6 +72,7 @@ class ActingGuards:
         after_rollback: Callable[[], Any],
         tell: Callable[[str], None],
         start: int,
+        total_steps: int,
     ) -> None:
         """Args:
         watch: of the same guards.
@@ -78,6 +80,7 @@ class ActingGuards:
         after_rollback: what has to follow the weights, such as a sync to the engine.
         tell: prints a line for people, once.
         start: the step that the run goes on after.
+        total_steps: of the whole run.
         """
         self._guards = guards
         self._watch = watch
@@ -93,6 +96,8 @@ class ActingGuards:
         # Those that validation knows of may come later, as the actor's do when the critic warms up.
         self._unseen = {rule.metric for rule in config.guard.rules} - known_metrics(config).names
         self._set_learning_rates()
+        for note in guard_notes(config, total_steps):
+            tell(note)
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> Verdict:
         """Looks at the metrics of a step, and acts.

@@ -14,6 +14,7 @@ from megarl.checkpoint.retention import CHECKPOINTS_FOLDER, checkpoints_of
 from megarl.checkpoint.training import peek_state
 from megarl.config import ConfigError, RunConfig
 from megarl.config.changes import FIXED, changes
+from megarl.data.sampler import PromptSampler
 from megarl.weights.together import on_first_rank
 
 Tell = Callable[[str], None]
@@ -142,3 +143,25 @@ def check_same_run(
         )
     for change in changed:
         tell(f"changed since the checkpoint: {change}")
+
+
+def restore_sampler(folder: Path, state: dict[str, Any], sampler: PromptSampler, config: RunConfig, tell: Tell) -> None:
+    """Lets the rows go on where a checkpoint has them, or begin anew where they are others and may be.
+
+    Args:
+        state: of its sampler.
+
+    Raises:
+        ConfigError: they are others, or come in another order, and `trainer.resume_with_other_data` is false.
+    """
+    difference = sampler.difference(state)
+    if difference is None:
+        sampler.load_state_dict(state)
+    elif config.trainer.resume_with_other_data:
+        sampler.begin_anew()
+        tell(f"changed since the checkpoint: {difference}; the run goes on with the first of them")
+    else:
+        raise ConfigError(
+            f"{folder} was made with other data than {', '.join(config.data.train_files)}: {difference}; restore what "
+            "it was, or set trainer.resume_with_other_data to true to go on with the first of these rows."
+        )

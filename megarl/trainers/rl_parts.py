@@ -196,7 +196,13 @@ def build_rl_parts(config: RunConfig, groups: Groups) -> RLParts:
     val_data = PromptDataset(config.data.val_files, chat, config.data) if config.data.val_files else None
     seed = config.trainer.seed
     data_seed = config.data.seed if config.data.seed is not None else seed
-    sampler = PromptSampler(len(train_data), config.data.train_batch_size, shuffle=config.data.shuffle, seed=data_seed)
+    sampler = PromptSampler(
+        len(train_data),
+        config.data.train_batch_size,
+        shuffle=config.data.shuffle,
+        seed=data_seed,
+        fingerprint=train_data.fingerprint,
+    )
     datasets = [data for data in (train_data, val_data) if data is not None]
     rewards = build_graders(config, {source for data in datasets for source in data.sources})
     try:

@@ -64,6 +64,7 @@ def _acting_guards(trainer: RLTrainer, tracker: Tracker, checkpoints: RunCheckpo
         after_rollback=trainer.sync,
         tell=tracker.text,
         start=start,
+        total_steps=parts.total_steps,
     )
 
 
@@ -74,7 +75,6 @@ def _steps(trainer: RLTrainer, tracker: Tracker, checkpoints: RunCheckpoints, gu
     step = start
     while step < parts.total_steps:
         step += 1
-        checkpoints.poll()
         with profiler.step(step):
             metrics = trainer.train_step(step, parts.train_data.prompts(parts.sampler.next_batch()))
         is_last = step == parts.total_steps
@@ -87,6 +87,7 @@ def _steps(trainer: RLTrainer, tracker: Tracker, checkpoints: RunCheckpoints, gu
             with parts.timers("save_checkpoint"):
                 checkpoints.save(step, metrics, protected=guards.protected(step), wait=bool(request))
         tracker.log(step, metrics | verdict.metrics | parts.timers.flush())
+        checkpoints.poll()
         guards.check(verdict)
         step = verdict.step
         if request and step < parts.total_steps:

@@ -35,7 +35,7 @@ from megarl.config import ConfigError, RunConfig
 from megarl.config.changes import as_record
 from megarl.data.sampler import PromptSampler
 from megarl.models.train import TrainableModel
-from megarl.trainers.resuming import check_same_run, check_writable, find_checkpoint
+from megarl.trainers.resuming import check_same_run, check_writable, find_checkpoint, restore_sampler
 from megarl.weights.together import on_first_rank
 
 
@@ -72,6 +72,10 @@ class _Pending:
     metric: float | None
     protected: frozenset[int]
     write: CheckpointWrite
+    is_due: bool
+    """Whether the next `poll` publishes it, also where that has to wait for what is still being written."""
+    problem: str | None
+    """What is to be raised when it is published."""
 
 
 class RunCheckpoints:
@@ -156,17 +160,17 @@ class RunCheckpoints:
     def save(
         self, step: int, metrics: Mapping[str, float], *, protected: Collection[int] = (), wait: bool = False
     ) -> None:
-        """Saves the state after `step`; nothing where that is done already.
+        """Saves the state after `step`, which `poll` or `finish` publish; nothing where that is done already.
 
-        With `checkpoint.async_save` it is being written when this returns, and `poll` or `finish` publish it.
+        With `checkpoint.async_save` it is still being written when this returns.
 
         Args:
             metrics: of the step, for `checkpoint.best_metric`.
             protected: steps whose checkpoints are not to be deleted.
-            wait: be done when this returns, whatever the config says.
+            wait: have it written when this returns, whatever the config says.
 
         Raises:
-            ConfigError: it cannot be written, and `checkpoint.on_failure` is stop; or there is no such metric.
+            ConfigError: it cannot be written, and `checkpoint.on_failure` is stop; or so it was with the one before.
         """
         self.finish()
         if step in self._metrics:
@@ -185,14 +189,19 @@ class RunCheckpoints:
                 memory=self._memory if in_background else None,
                 export_hf=self._settings.export_hf_on_save,
             )
+            if not in_background:
+                write.complete()
         except ConfigError as error:
             self._failed(step, error)
             return
-        self._pending = _Pending(step=step, metric=metric, protected=frozenset(protected), write=write)
-        if not in_background or problem is not None:
-            self.finish()
-        if problem is not None:
-            raise ConfigError(problem)
+        self._pending = _Pending(
+            step=step,
+            metric=metric,
+            protected=frozenset(protected),
+            write=write,
+            is_due=not in_background or problem is not None,
+            problem=problem,
+        )
 
     def load_weights_of(self, step: int) -> bool:
         """Gives the model the weights of an earlier step, and nothing else; False where that has no checkpoint.
@@ -207,12 +216,18 @@ class RunCheckpoints:
         return True
 
     def poll(self) -> None:
-        """Publishes the checkpoint that is being written, once every rank has written its part. For each step.
+        """Publishes the checkpoint that is being written, once every rank has written its part.
+
+        For each step, when its metrics are written: a run that is killed in between takes the step again, while one
+        that goes on after it would never have them.
 
         Raises:
-            ConfigError: it could not be written, and `checkpoint.on_failure` is stop.
+            ConfigError: as by `finish`.
         """
         if self._pending is None:
+            return
+        if self._pending.is_due:
+            self.finish()
             return
         written = torch.tensor(float(self._pending.write.is_written()), device=platform.current().device)
         dist.all_reduce(written, op=dist.ReduceOp.MIN)
@@ -223,7 +238,8 @@ class RunCheckpoints:
         """Waits for the checkpoint that is being written, if there is one, and publishes it.
 
         Raises:
-            ConfigError: it could not be written, and `checkpoint.on_failure` is stop.
+            ConfigError: it could not be written, and `checkpoint.on_failure` is stop; or its step lacks
+                `checkpoint.best_metric`.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -237,6 +253,8 @@ class RunCheckpoints:
         for step in self._retention.surplus(self._metrics, pending.protected):
             on_first_rank(lambda step=step: delete(checkpoint_folder(self._run, step)))
             del self._metrics[step]
+        if pending.problem is not None:
+            raise ConfigError(pending.problem)
 
     def _state(self, step: int, metric: float | None) -> dict[str, Any]:
         parts = self._parts
@@ -254,8 +272,8 @@ class RunCheckpoints:
         parts = self._parts
         state = read_state(folder)
         check_same_run(folder, state["config"], parts.config, self._models, self._tell)
+        restore_sampler(folder, state["sampler"], parts.sampler, parts.config, self._tell)
         load_checkpoint(parts.trainable, folder, {name: saved.trainable for name, saved in self._models.items()})
-        parts.sampler.load_state_dict(state["sampler"])
         parts.schedule.load_state_dict(state["schedule"])
         parts.optimizer_steps = state["optimizer_steps"]
         for name, other in self._others.items():

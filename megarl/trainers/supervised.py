@@ -44,6 +44,11 @@ class Dataset(Protocol):
         """Tokens: int32 [rows], or [rows, sequences of a row]."""
         ...
 
+    @property
+    def fingerprint(self) -> str:
+        """What tells its rows from others (`data.fingerprint`)."""
+        ...
+
     def description(self) -> str:
         """What is used and what is left out, for people."""
         ...
@@ -265,6 +270,7 @@ def _acting_guards(
         after_rollback=lambda: None,
         tell=tracker.text,
         start=start,
+        total_steps=parts.total_steps,
     )
 
 
@@ -279,7 +285,6 @@ def _steps(
     step = start
     while step < parts.total_steps and not _is_over(parts):
         step += 1
-        checkpoints.poll()
         rows = parts.sampler.next_batch()
         with profiler.step(step):
             metrics = trainer.train_step(rows)
@@ -303,6 +308,7 @@ def _steps(
             with parts.timers("save_checkpoint"):
                 checkpoints.save(step, metrics, protected=protected, wait=bool(request))
         tracker.log(step, {**metrics, **times, **verdict.metrics, **parts.timers.flush()})
+        checkpoints.poll()
         guards.check(verdict)
         step = verdict.step
         if request and step < parts.total_steps and not _is_over(parts):
@@ -338,7 +344,13 @@ def _evaluate(trainer: SupervisedTrainer, step: int) -> dict[str, float]:
 
 def _build_parts(config: RunConfig, groups: Groups, task: Task, model: TrainableModel) -> SupervisedParts:
     seed = config.data.seed if config.data.seed is not None else config.trainer.seed
-    sampler = PromptSampler(len(task.train_data), config.data.train_batch_size, shuffle=config.data.shuffle, seed=seed)
+    sampler = PromptSampler(
+        len(task.train_data),
+        config.data.train_batch_size,
+        shuffle=config.data.shuffle,
+        seed=seed,
+        fingerprint=task.train_data.fingerprint,
+    )
     total_steps = config.trainer.total_training_steps or sampler.num_batches(config.trainer.total_epochs)
     kinds: dict[str, Kind] = {f"{stage}/{name}": "mean" for stage in ("train", "val") for name in task.metrics}
     return SupervisedParts(

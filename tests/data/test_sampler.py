@@ -9,6 +9,7 @@ import pytest
 
 from megarl.config import ConfigError
 from megarl.data.sampler import PromptSampler
+from tests.launch import LIMIT_S
 
 
 def draw(sampler: PromptSampler, batches: int) -> list[list[int]]:
@@ -44,7 +45,9 @@ def test_another_process_draws_the_same():
         "sampler = PromptSampler(1000, 300, shuffle=True, seed=17)\n"
         "print([sampler.next_batch() for _ in range(4)])"
     )
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=LIMIT_S
+    )
     assert json.loads(output.stdout) == draw(PromptSampler(1000, 300, shuffle=True, seed=17), 4)
 
 
@@ -78,16 +81,26 @@ def test_a_resumed_run_may_have_another_batch_size():
         ({"num_rows": 11}, ["data.train_files", "10", "11"]),
         ({"seed": 6}, ["data.seed", "5", "6"]),
         ({"shuffle": False}, ["data.shuffle", "True", "False"]),
+        ({"fingerprint": "b"}, ["data.train_files", "rows are others"]),
     ],
-    ids=["rows", "seed", "shuffle"],
+    ids=["rows", "seed", "shuffle", "fingerprint"],
 )
-def test_a_state_of_other_data_is_refused(change, words):
-    settings = {"num_rows": 10, "shuffle": True, "seed": 5}
+def test_a_state_of_other_data_is_told(change, words):
+    settings = {"num_rows": 10, "shuffle": True, "seed": 5, "fingerprint": "a"}
     state = PromptSampler(batch_size=3, **settings).state_dict()
-    with pytest.raises(ConfigError) as error:
-        PromptSampler(batch_size=3, **{**settings, **change}).load_state_dict(state)
+    assert PromptSampler(batch_size=2, **settings).difference(state) is None
+    difference = PromptSampler(batch_size=3, **{**settings, **change}).difference(state)
     for word in words:
-        assert word in str(error.value)
+        assert word in difference
+
+
+def test_a_sampler_that_begins_anew_draws_what_a_new_one_does():
+    sampler, new = (PromptSampler(10, 4, shuffle=True, seed=3) for _ in range(2))
+    draw(sampler, 2)
+    sampler.reorder(1)
+    draw(sampler, 2)
+    sampler.begin_anew()
+    assert draw(sampler, 6) == draw(new, 6)
 
 
 def test_a_batch_above_the_dataset_is_refused_with_both_numbers():

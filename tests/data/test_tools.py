@@ -14,6 +14,7 @@ from megarl.config.schema_inputs import DataConfig
 from megarl.data.chat import load_chat_tokenizer
 from megarl.data.prompts import PromptDataset
 from tests.data.chat_models import make_chat_model
+from tests.launch import LIMIT_S
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools" / "data"
 
@@ -26,7 +27,7 @@ GSM8K = [
 
 def run(tool, *arguments, **options):
     command = [sys.executable, str(TOOLS / f"{tool}.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, **options)
 
 
 def refused(*arguments, **options):

@@ -9,6 +9,8 @@ import pytest
 
 from megarl import platform
 from megarl.rollout.engine import EngineDied, FinishReason, Request, Response, SamplingParams, WeightUpdateError
+from megarl.rollout.server_engine import ServerEngine
+from megarl.rollout.sglang.shared_engine import SharedEngine
 from megarl.rollout.sglang_engine import SGLangEngine
 from megarl.trainers.engine_keeper import EngineKeeper
 
@@ -16,7 +18,7 @@ SAMPLING = SamplingParams(n=2, max_new_tokens=1, seed=0, stop_token_ids=())
 REQUESTS = [Request(request_id=i, prompt_ids=[1], sampling=SAMPLING) for i in range(3)]
 
 
-class DyingEngine(SGLangEngine):
+class Dying(SharedEngine):
     """Gives a number of responses and dies, as often as it is told to; `log` has what was done to it."""
 
     def __init__(self, *lives: int) -> None:
@@ -62,6 +64,14 @@ class DyingEngine(SGLangEngine):
         self.log.append(f"wake {list(parts)}")
 
 
+class DyingEngine(Dying, SGLangEngine):
+    """Of the run's own."""
+
+
+class DyingServer(Dying, ServerEngine):
+    """A server, which the run has not started."""
+
+
 @pytest.fixture(autouse=True)
 def world() -> Iterator[None]:
     platform.init_distributed(60)
@@ -95,6 +105,11 @@ def test_unfinished_requests_are_drawn_again_and_each_response_comes_once() -> N
 def test_deaths_beyond_the_limit_end_the_run_with_their_cause() -> None:
     with pytest.raises(EngineDied, match=r"rank 0 died: killed\nno restart is left of rollout\.max_engine_restarts"):
         list(keeper_of(DyingEngine(1, 1), max_restarts=1).generate(REQUESTS))
+
+
+def test_a_server_that_dies_ends_the_run_with_its_cause_whatever_restarts_are_left() -> None:
+    with pytest.raises(EngineDied, match=r"rank 0 died: killed\nstart that server again with launch/engine\.py"):
+        list(EngineKeeper(DyingServer(1), max_restarts=5).generate(REQUESTS))
 
 
 def test_a_sync_that_fails_on_a_living_engine_is_raised() -> None:

@@ -30,8 +30,8 @@ _T = TypeVar("_T")
 class MlflowSink:
     """One run in MLflow, which a resumed run continues under its id.
 
-    A step that MLflow has is not sent again: after a resume, the steps since the checkpoint keep the metrics of the
-    process that was ended.
+    A step that MLflow has is not sent again, since it would keep both: after a resume, the steps since the checkpoint
+    keep the metrics of the process that was ended, and those that a guard's rollback takes again their first ones.
     """
 
     def __init__(self, identity: RunIdentity, tracking_uri: str | None, say: Callable[[str], None]) -> None:
@@ -93,6 +93,7 @@ class MlflowSink:
         items = [Metric(metric_name(name), value, now_ms, step) for name, value in metrics.items()]
         for part in _parts(items, _MOST_METRICS):
             self._client.log_batch(self._run_id, metrics=part, tags=[RunTag(_LAST_STEP, str(step))])
+        self._last_step = step
 
     def close(self, *, failed: bool) -> None:
         self._client.set_terminated(self._run_id, status="FAILED" if failed else "FINISHED")

@@ -45,6 +45,21 @@ def test_a_run_has_its_names_its_config_and_every_step_once_though_it_was_resume
     assert _curve(client, run.info.run_id, "val-core/openai/gsm8k/reward/mean_at_1")[0] == (0, 0.25)
 
 
+def test_steps_that_a_rollback_takes_again_keep_their_first_metrics_though_the_run_was_resumed_then(
+    tmp_path: Path, store: str
+) -> None:
+    config = tracked_config(tmp_path / "out", "mlflow")
+    config.observe.mlflow_tracking_uri = store
+    log_steps(config, [1, 2, 3, 4, 2, 3])
+    log_steps(config, [4, 5], scale=10.0, resume_step=3)
+    client = MlflowClient(tracking_uri=store)
+    experiment = client.get_experiment_by_name("arithmetic")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    curve = _curve(client, run.info.run_id, "actor/pg_loss")
+    assert curve == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 50.0)]
+
+
 def test_a_run_that_begins_anew_in_a_used_folder_is_another_run(tmp_path: Path, store: str) -> None:
     config = tracked_config(tmp_path / "out", "mlflow")
     config.observe.mlflow_tracking_uri = store
