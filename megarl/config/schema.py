@@ -83,7 +83,7 @@ class RolloutConfig:
     update_weights_bucket_megabytes: int | None = setting(None, at_least=1)
     """MiB of weights that travel to the engine at a time. A sync takes up to twice this memory on each rank: one bucket
     and the messages that fill the next. A larger tensor has a bucket of its own. null: 512 on a GPU, verl's default,
-    and 32 on a CPU. verl's name."""
+    and 128 on a CPU. verl's name."""
     replay_dir: str | None = setting(None, local_path=True)
     """Folder of rollouts written by an earlier run (`trainer.rollout_data_dir`) to train on instead of generating."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)

@@ -17,7 +17,7 @@ from megarl.rollout.engine import MEMORY_PARTS, MemoryPart
 from megarl.rollout.sglang.channel import Channel
 from megarl.rollout.sglang.environment import server_environment
 from megarl.rollout.sglang.options import EngineSettings, engine_arguments
-from megarl.rollout.sglang.payload import Sender
+from megarl.rollout.sglang.payload import payload_of
 from megarl.rollout.sglang.placement import Placement, place
 from megarl.rollout.sglang.process import EngineProcess
 from megarl.rollout.sglang.shared_engine import SharedEngine, group_of
@@ -39,7 +39,6 @@ class SGLangEngine(SharedEngine):
             ConfigError: SGLang is missing, or cannot run with these settings.
         """
         super().__init__(settings, placement, group)
-        self._sender = Sender(on_cpu=platform.current().is_cpu)
         self._process: EngineProcess | None = None
         self._start()
 
@@ -65,7 +64,6 @@ class SGLangEngine(SharedEngine):
         if self._process is not None:
             self._process.close()
             self._process = None
-        self._sender.close()
 
     def _start(self) -> None:
         address = self._from_leader(_free_address) if self._placement.nodes > 1 else None
@@ -92,7 +90,7 @@ class SGLangEngine(SharedEngine):
     # Weights
 
     def _handle(self, bucket: Bucket) -> str:
-        return base64.b64encode(self._sender.payload(bucket)).decode()
+        return base64.b64encode(payload_of(bucket)).decode()
 
     def _deliver(self, channel: Channel, bucket: Bucket, handles: list[str], version: str) -> str | None:
         return channel.call("update_weights", payloads=handles, version=version)

@@ -17,9 +17,9 @@ from megarl.weights.together import SharedOutcome
 _MEGABYTE = 2**20
 """verl's, in `update_weights_bucket_megabytes`."""
 
-_BUCKET_MEGABYTES = {"cpu": 32, "cuda": 512}
+_BUCKET_MEGABYTES = {"cpu": 128, "cuda": 512}
 """Where the config has none. On a GPU verl's and slime's: a small part of its memory, and sending one takes far longer
-than starting to. On a CPU new pages cost several times what filling them does, so fewer are used more often."""
+than starting to. On a CPU the 3 ms that SGLang's processes take to hand a bucket on count as well."""
 
 
 def plan_sync(model: MegatronModel, rollout: RolloutConfig) -> BucketStream:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megarl.weights.bucket_memory import BucketMemory
+
 ALIGNMENT = 16
 """Bytes. Torch views memory as another dtype only from a multiple of its size; 16 is also what vector loads want."""
 
@@ -37,6 +39,8 @@ class Bucket:
     """[bytes] uint8, on the trainer's device."""
     checksums: Mapping[str, int] | None
     """`megarl.weights.checksum` of each tensor as the trainer's parameters hold it; None: not to be compared."""
+    memory: BucketMemory | None = None
+    """What `data` is the beginning of, on the sender's side."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors by name, as views of `data`."""
@@ -51,14 +55,14 @@ def aligned(num_bytes: int) -> int:
 
 
 def pack(tensors: Iterable[tuple[str, torch.Tensor]], checksums: Mapping[str, int] | None = None) -> Bucket:
-    """A bucket of its own memory with copies of `tensors`, all of one device."""
+    """A bucket of its own memory with copies of `tensors`."""
     held = list(tensors)
     entries, offset = [], 0
     for name, tensor in held:
         entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), offset))
         offset += aligned(tensor.nbytes)
-    device = held[0][1].device if held else None
-    bucket = Bucket(tuple(entries), torch.empty(offset, dtype=torch.uint8, device=device), checksums)
+    memory = BucketMemory(offset)
+    bucket = Bucket(tuple(entries), memory.data, checksums, memory)
     for (_, view), (_, tensor) in zip(bucket.tensors(), held, strict=True):
         view.copy_(tensor)
     return bucket

@@ -12,6 +12,7 @@ from megarl import platform
 from megarl.platform.usage import synchronize
 from megarl.weights.boxes import Box, box_index
 from megarl.weights.bucket import Bucket
+from megarl.weights.bucket_memory import BucketMemory
 from megarl.weights.checksum import box_checksum
 from megarl.weights.plan import Item, Message, Step, WeightPlan
 
@@ -52,7 +53,7 @@ class BucketStream:
         """
         self._plan, self._rank, self._held, self._group = plan, rank, held, group
         self._steps = plan.steps(rank)
-        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._kept: tuple[BucketMemory, torch.Tensor] | None = None
 
     @property
     def traffic(self) -> Traffic:
@@ -93,7 +94,7 @@ class BucketStream:
         memory, staging = self._buffers()
         works = self._start(self._steps[0], staging)
         for number, step in enumerate(self._steps):
-            bucket = Bucket(step.entries, memory[: step.num_bytes], checksums)
+            bucket = Bucket(step.entries, memory.data[: step.num_bytes], checksums, memory)
             for work in works:
                 work.wait()
             self._fill(step, bucket, staging)
@@ -102,14 +103,14 @@ class BucketStream:
             synchronize()  # the engine may be another process, which does not know this one's streams
             yield bucket
 
-    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _buffers(self) -> tuple[BucketMemory, torch.Tensor]:
         """Memory of the bucket and of the messages. A CPU keeps it for the next sync, since there filling new pages
         takes several times as long; a GPU has its allocator for that, and between syncs other uses for the memory."""
         if self._kept is not None:
             return self._kept
-        traffic, device = self.traffic, platform.current().device
-        sizes = (traffic.bucket_bytes, traffic.staging_bytes)
-        memory, staging = (torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+        traffic = self.traffic
+        memory = BucketMemory(traffic.bucket_bytes)
+        staging = torch.empty(traffic.staging_bytes, dtype=torch.uint8, device=platform.current().device)
         if platform.current().is_cpu:
             self._kept = memory, staging
         return memory, staging

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pickle
 import subprocess
@@ -14,7 +15,7 @@ import torch
 
 from megarl.rollout.engine import WeightUpdateError
 from megarl.rollout.sglang.environment import CPU_STANDINS
-from megarl.rollout.sglang.payload import Sender, arrived
+from megarl.rollout.sglang.payload import arrived, payload_of
 from megarl.weights.bucket import Bucket, pack
 from megarl.weights.checksum import checksum
 from tests.launch import ROOT
@@ -42,8 +43,8 @@ torch.save({name: tensor.clone() for name, tensor in read}, sys.argv[2])
 
 
 def test_another_process_has_the_tensors_bit_for_bit(tmp_path: Path) -> None:
-    bucket, sender = make_bucket(0, 5), Sender(on_cpu=True)
-    (tmp_path / "payload").write_bytes(sender.payload(bucket))
+    bucket = make_bucket(0, 5)
+    (tmp_path / "payload").write_bytes(payload_of(bucket))
     subprocess.run([sys.executable, "-c", READER, tmp_path / "payload", tmp_path / "out.pt"], check=True, cwd=ROOT)
     read = torch.load(tmp_path / "out.pt")
     assert list(read) == [entry.name for entry in bucket.entries]
@@ -53,14 +54,13 @@ def test_another_process_has_the_tensors_bit_for_bit(tmp_path: Path) -> None:
 
 def test_a_payload_is_small_however_large_the_bucket() -> None:
     large = pack([("weight", torch.zeros(1 << 20))])
-    assert len(Sender(on_cpu=True).payload(large)) < 1000
+    assert len(payload_of(large)) < 1000
 
 
 def test_buckets_of_any_order_of_sizes_follow_one_another() -> None:
-    sender = Sender(on_cpu=True)
     for seed, count in enumerate((2, 6, 1, 6, 0)):
-        bucket = make_bucket(seed, count) if count else Bucket((), torch.empty(0, dtype=torch.uint8), None)
-        read = contents(sender.payload(bucket))
+        bucket = make_bucket(seed, count)
+        read = contents(payload_of(bucket))
         assert all(torch.equal(read[name], tensor) for name, tensor in bucket.tensors())
         assert len(read) == count
 
@@ -69,20 +69,18 @@ def test_a_tensor_that_changed_on_the_way_is_named() -> None:
     bucket = make_bucket(0, 5)
     bucket.data[bucket.entries[3].offset] ^= 1
     with pytest.raises(WeightUpdateError, match=r"layer\.3\.weight arrived changed"):
-        contents(Sender(on_cpu=True).payload(bucket))
+        contents(payload_of(bucket))
 
 
 def test_without_checksums_nothing_is_compared() -> None:
     bucket = make_bucket(0, 5)
     bucket.data[0] ^= 1
-    assert len(contents(Sender(on_cpu=True).payload(Bucket(bucket.entries, bucket.data, None)))) == 5
+    assert len(contents(payload_of(dataclasses.replace(bucket, checksums=None)))) == 5
 
 
-def test_nothing_is_left_in_memory_when_the_sender_is_done() -> None:
+def test_nothing_is_left_in_memory_when_the_bucket_is_gone() -> None:
     before = shared_memory(), open_buckets()
-    sender = Sender(on_cpu=True)
-    sender.payload(make_bucket(0, 5))
-    sender.close()
+    payload_of(make_bucket(0, 5))
     assert (shared_memory(), open_buckets()) == before
 
 

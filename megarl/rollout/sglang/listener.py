@@ -69,9 +69,9 @@ class ListeningServer(Server):
 
     async def leave(self) -> None:
         """Makes the engine as it was before the run came, whatever that has left open."""
-        self._manager.abort_request(abort_all=True)
+        self.abort()
         await self.go_on()
-        if self._tasks:
+        while self._tasks:
             await asyncio.wait(set(self._tasks))
         await self.end_weight_update()  # which only says so where none is open
         await self._leave_update_group()

@@ -7,7 +7,6 @@ CPU the path of memory that both map. For a server of its own it is none: the by
 from __future__ import annotations
 
 import functools
-import mmap
 import os
 import pickle
 from collections.abc import Iterator, Mapping
@@ -25,63 +24,19 @@ LOAD_FORMAT = "megarl_bucket"
 """`load_format` of SGLang's weight update with such a payload; `scheduler` gives it its meaning."""
 
 
-class SharedMemory:
-    """Memory of this process that others of the same user map by its path, and that ends with this process.
+def payload_of(bucket: Bucket) -> bytes:
+    """What `update_weights_from_tensor` takes for one scheduler process; good as long as the bucket is."""
+    assert bucket.memory is not None
+    content = contents_of(bucket)
+    if bucket.memory.path is not None:
+        # No tensor is in it, so the importing of SGLang, seconds and some hundred MB, is saved in each rank.
+        return pickle.dumps(content | {"path": bucket.memory.path})
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-    It has no name in a file system, so nothing is left behind when the process is killed, and the size of /dev/shm,
-    64 MB in a container by default, does not matter.
-    """
-
-    def __init__(self) -> None:
-        self._fd: int | None = None
-        self._data = torch.empty(0, dtype=torch.uint8)
-
-    @property
-    def path(self) -> str:
-        """What `mapped` opens. Changes with the size."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
-
-    def fill(self, data: Tensor) -> None:
-        """Copies [bytes] uint8 to the beginning, and grows for it if it must."""
-        if data.numel() > self._data.numel() or self._fd is None:
-            self.close()
-            self._fd = os.memfd_create("megarl-bucket", os.MFD_CLOEXEC)
-            os.ftruncate(self._fd, max(data.numel(), mmap.PAGESIZE))
-            self._data = torch.from_file(self.path, shared=True, size=max(data.numel(), 1), dtype=torch.uint8)
-        self._data[: data.numel()].copy_(data)
-
-    def close(self) -> None:
-        """Frees the memory, as far as no other process maps it."""
-        self._data = torch.empty(0, dtype=torch.uint8)
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-
-class Sender:
-    """Makes payloads of this rank's buckets, one at a time: the next one may reuse the memory of the one before."""
-
-    def __init__(self, *, on_cpu: bool) -> None:
-        self._shared = SharedMemory() if on_cpu else None
-
-    def payload(self, bucket: Bucket) -> bytes:
-        """What `update_weights_from_tensor` takes for one scheduler process."""
-        content = contents_of(bucket)
-        if self._shared is not None:
-            self._shared.fill(bucket.data)
-            # No tensor is in it, so the importing of SGLang, seconds and some hundred MB, is saved in each rank.
-            return pickle.dumps(content | {"path": self._shared.path})
-        from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-
-        # Device numbers differ between processes; SGLang's reductions name devices by their UUID.
-        monkey_patch_torch_reductions()
-        return MultiprocessingSerializer.serialize(content | {"data": bucket.data})
-
-    def close(self) -> None:
-        """Frees what is kept for the next bucket."""
-        if self._shared is not None:
-            self._shared.close()
+    # Device numbers differ between processes; SGLang's reductions name devices by their UUID.
+    monkey_patch_torch_reductions()
+    return MultiprocessingSerializer.serialize(content | {"data": bucket.data})
 
 
 def contents_of(bucket: Bucket) -> dict[str, Any]:
@@ -124,7 +79,7 @@ def _bytes_of(content: Mapping[str, Any], group: UpdateGroup | None) -> Tensor:
 
 
 def _mapped(path: str, size: int) -> Tensor:
-    """The first bytes of a `SharedMemory`."""
+    """The first bytes that are at a `BucketMemory.path`."""
     file = os.stat(path)
     return _mapping(path, file.st_ino, file.st_size)[:size]
 

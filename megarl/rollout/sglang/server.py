@@ -41,35 +41,38 @@ class Server:
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_all, daemon=True)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._aborts = 0
 
     # Messages
 
     async def serve(self) -> None:
         """Runs until the rank closes the connection."""
         loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[Any] = asyncio.Queue()
+        arrived: asyncio.Queue[list[Any] | None] = asyncio.Queue()
         # Threads: a rank that does not read for a while must not hold up the loop, which feeds the schedulers.
         threading.Thread(target=self._receive, args=(loop, arrived), daemon=True).start()
         self._sender.start()
-        while (message := await arrived.get()) is not None:
-            match message:
-                case Draw():
-                    self._start(self._draw(message))
-                case Abort():
-                    self._manager.abort_request(abort_all=True)
-                case Call():
-                    self._start(self._call(message))
+        while (messages := await arrived.get()) is not None:
+            by_prompt: dict[tuple[int, ...], list[Draw]] = {}
+            for message in messages:
+                match message:
+                    case Draw():
+                        by_prompt.setdefault(tuple(message.prompt_ids), []).append(message)
+                    case Abort():
+                        self.abort()
+                    case Call():
+                        self._start(self._call(message))
+            for draws in by_prompt.values():
+                self._start(self._draw_all(draws))
 
-    def _receive(self, loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[Any]) -> None:
-        while True:
+    def _receive(self, loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[list[Any] | None]) -> None:
+        messages: list[Any] | None = []
+        while messages is not None:
             try:
                 messages = decode(self._connection.recv_bytes())
             except (EOFError, OSError, ValueError):
-                messages = [None]
-            for message in messages:
-                loop.call_soon_threadsafe(arrived.put_nowait, message)
-            if messages == [None]:
-                return
+                messages = None
+            loop.call_soon_threadsafe(arrived.put_nowait, messages)
 
     def _send_all(self) -> None:
         while (message := self._outgoing.get()) is not None:
@@ -93,6 +96,30 @@ class Server:
         self._outgoing.put(Answer(number=call.number, problem=problem))
 
     # Generation
+
+    def abort(self) -> None:
+        """Ends all responses soon."""
+        self._aborts += 1
+        self._manager.abort_request(abort_all=True)
+
+    async def _draw_all(self, draws: list[Draw]) -> None:
+        """Draws the responses to one prompt. Where there are several, its keys and values are computed first: SGLang
+        would compute them for each of those that come at once."""
+        aborts = self._aborts
+        if len(draws) > 1 and not self._manager.server_args.disable_radix_cache:
+            await self._compute_prompt(draws[0].prompt_ids)
+        for draw in draws:
+            if self._aborts == aborts:
+                self._start(self._draw(draw))
+            else:
+                self._outgoing.put(_aborted(draw))
+
+    async def _compute_prompt(self, prompt_ids: list[int]) -> None:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request = GenerateReqInput(input_ids=prompt_ids, sampling_params={"max_new_tokens": 0})
+        with contextlib.suppress(Exception):  # the responses fail of the same, and say so
+            await anext(self._manager.generate_request(request, None))
 
     async def _draw(self, draw: Draw) -> None:
         from sglang.srt.managers.io_struct import GenerateReqInput
@@ -169,7 +196,7 @@ class ColocatedServer(Server):
     calls = Server.calls | {"update_weights", "release", "resume"}
 
     async def update_weights(self, payloads: list[str], version: str) -> str | None:
-        """Takes one bucket: a payload for each scheduler process (`payload.Sender`), in base64."""
+        """Takes one bucket: a payload for each scheduler process (`payload_of`), in base64."""
         return await self._load_bucket([base64.b64decode(payload) for payload in payloads], version)
 
     async def release(self, tags: list[str]) -> None:
@@ -189,6 +216,18 @@ def problem_of(outcome: tuple[bool, str]) -> str | None:
     # SGLang says what went wrong in its return value, and raises nothing.
     success, message = outcome
     return None if success else message
+
+
+def _aborted(draw: Draw) -> Drawn:
+    """A response that was not begun."""
+    return Drawn(
+        key=draw.key,
+        token_ids=[],
+        logprobs=[],
+        finish_reason="abort",
+        weight_versions=[],
+        routed_experts=None,
+    )
 
 
 def _drawn(draw: Draw, result: dict[str, Any]) -> Drawn:
