@@ -20,7 +20,8 @@ def render(
 
     Args:
         template: its file name.
-        options: of sbatch, by their long names without dashes; the value None removes the option from the template.
+        options: of sbatch, by their long names without dashes; an empty value is one that takes none, and None removes
+            the option from the template. No value may have a line break.
         settings: of the template's block of settings; those not named keep their defaults.
         arguments: for the program that the template runs.
 
@@ -44,7 +45,9 @@ def _with_option(text: str, name: str, value: str | None) -> str:
     lines = text.splitlines(keepends=True)
     is_option = re.compile(rf"#SBATCH --{re.escape(name)}(=|\s*$)")
     places = [i for i, line in enumerate(lines) if is_option.match(line)]
-    new = [] if value is None else [f"#SBATCH --{name}={value}\n"]
+    # sbatch reads quotes as a shell does, and takes what follows an unquoted space for another option.
+    argument = f"={shlex.quote(value)}" if value else ""
+    new = [] if value is None else [f"#SBATCH --{name}{argument}\n"]
     place = places[0] if places else 1 + max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))
     return "".join([*lines[:place], *new, *lines[place + len(places) :]])
 
@@ -66,9 +69,10 @@ def seconds_of(time: str) -> float:
         return float("inf")
     match = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", time)
     if match is None:
-        raise ValueError(f"{time} is no time limit: write e.g. 90 (minutes), 12:00:00 or 2-12:00:00")
+        raise ValueError(f"{time!r} is no time limit: write e.g. 90 (minutes), 12:00:00 or 2-12:00:00")
     numbers = [int(number) for number in match[2].split(":")]
     if match[1] is None and len(numbers) < 3:
         numbers.insert(0, 0)  # without days, a single number is minutes, and two are minutes and seconds
     seconds = sum(number * unit for number, unit in zip(numbers, (3600, 60, 1), strict=False))
-    return float(int(match[1] or 0) * 86400 + seconds)
+    total = int(match[1] or 0) * 86400 + seconds
+    return float(total or "inf")  # 0 asks sbatch for no limit

@@ -15,8 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from option_types import whole
 from quickstart_jobs import dataset_options
-from quickstart_stages import Stages, at_least_one
+from quickstart_stages import Stages
 
 HELD_OUT = 256
 CRITIC_WARMUP = 5
@@ -46,9 +47,9 @@ def parse_options() -> argparse.Namespace:
         "--output", type=Path, default=Path("outputs", "pipeline"), metavar="DIR", help="folder to fill"
     )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of questions, sampling and data order")
-    parser.add_argument("--ranks", type=at_least_one, default=2, metavar="N", help="processes (default: 2)")
+    parser.add_argument("--ranks", type=whole(1), default=2, metavar="N", help="processes (default: 2)")
     parser.add_argument(
-        "--steps", type=at_least_one, metavar="N", help="steps of each stage (default: what its config says)"
+        "--steps", type=whole(1), metavar="N", help="steps of each stage (default: what its config says)"
     )
     return parser.parse_args()
 

@@ -7,8 +7,9 @@ needs torch: a process of its own builds the modules of every rank without memor
 import argparse
 import dataclasses
 import json
-import math
 import sys
+
+from option_types import positive
 
 from megarl.config import ConfigError, RunConfig, load_config
 from megarl.config.show import print_text
@@ -71,19 +72,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--search", action="store_true", help="also try other layouts, and show the best that fit")
     parser.add_argument("--json", action="store_true", help="print JSON for scripts")
     return parser.parse_intermixed_args()
-
-
-def positive(kind: type) -> object:
-    """A type for argparse: a finite number above 0."""
-
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is no finite number above 0")
-        return value
-
-    parse.__name__ = kind.__name__  # argparse names it where a text is no number at all
-    return parse
 
 
 def mean_lengths(arguments: argparse.Namespace, config: RunConfig) -> Lengths:

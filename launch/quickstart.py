@@ -18,8 +18,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from option_types import whole
 from quickstart_jobs import SMOLLM2, TINY, Job
-from quickstart_stages import Stages, at_least_one
+from quickstart_stages import Stages
 from safetensors import safe_open
 
 
@@ -45,10 +46,10 @@ def parse_options() -> argparse.Namespace:
         "--output", type=Path, metavar="DIR", help="folder to fill (default: outputs/quickstart or quickstart-tiny)"
     )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of questions, sampling and data order")
-    parser.add_argument("--ranks", type=at_least_one, default=2, metavar="N", help="processes (default: 2)")
+    parser.add_argument("--ranks", type=whole(1), default=2, metavar="N", help="processes (default: 2)")
     parser.add_argument(
         "--steps",
-        type=at_least_one,
+        type=whole(1),
         metavar="N",
         help="steps of each training run, to see the path in less time (default: what its config says)",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import subprocess
@@ -52,11 +51,3 @@ class Stages:
         if status != 0:
             print(f"quickstart: stage {stage} failed with status {status} (see above)", file=sys.stderr)
             sys.exit(1)
-
-
-def at_least_one(text: str) -> int:
-    """The type of an option that counts something."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number

@@ -12,6 +12,7 @@ from pathlib import Path
 from shutil import which
 
 from batch_script import option_of, render, seconds_of
+from option_types import positive, whole
 
 from megarl.config import ConfigError, RunConfig, load_config, validate
 from megarl.planning.hardware import GPUS
@@ -22,6 +23,18 @@ from megarl.planning.step_time import UNCERTAINTY, Lengths
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = "train.sbatch"
 NO_GPU = "none"
+LONGEST_LEAD_S = 65_535
+"""Of sbatch's option --signal."""
+OWN_OPTIONS = {
+    "job-name": "--job-name",
+    "nodes": "--nodes",
+    "gpus-per-node": "--gpus-per-node",
+    "signal": "--stop-seconds",
+    "partition": "--partition",
+    "account": "--account",
+    "time": "--time",
+}
+"""Options of sbatch that submit.py sets, and its own for each."""
 
 EXIT_CANNOT_WORK = 1
 EXIT_BAD_CONFIG = 2
@@ -36,7 +49,7 @@ def main() -> int:
     except ConfigError as error:
         return refuse(error.problems, EXIT_BAD_CONFIG)
     plan = preflight(config, arguments)
-    problems = [*plan.problems, *time_problems(arguments)]
+    problems = [*plan.problems, *time_problems(arguments), *option_problems(arguments)]
     if not (arguments.dry_run or arguments.container_image):
         # They are missing where the job will look for them; a container sees other folders.
         problems += plan.notes
@@ -57,9 +70,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--config", metavar="FILE", required=True, help="YAML file, as for launch/train.py")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
-    parser.add_argument("--nodes", type=at_least_one, default=1, metavar="N", help="nodes (default: 1)")
+    parser.add_argument("--nodes", type=whole(1), default=1, metavar="N", help="nodes (default: 1)")
     parser.add_argument(
-        "--gpus-per-node", type=at_least_one, default=8, metavar="N", help="GPUs, and so ranks, of a node (default: 8)"
+        "--gpus-per-node", type=whole(1), default=8, metavar="N", help="GPUs, and so ranks, of a node (default: 8)"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
     slurm = parser.add_argument_group("Slurm")
@@ -68,17 +81,21 @@ def parse_arguments() -> argparse.Namespace:
     slurm.add_argument("--time", metavar="LIMIT", help="time limit, e.g. 2-00:00:00 (default: the template's)")
     slurm.add_argument("--job-name", metavar="NAME", help="name of the job (default: that of the config)")
     slurm.add_argument(
-        "--sbatch", action="append", default=[], metavar="NAME=VALUE", help="another option of sbatch, e.g. qos=high"
+        "--sbatch", action="append", default=[], metavar="NAME[=VALUE]", help="another option of sbatch, e.g. qos=high"
     )
     slurm.add_argument(
         "--stop-seconds",
-        type=at_least_one,
+        type=whole(1, LONGEST_LEAD_S),
         default=600,
         metavar="N",
         help="seconds before the end in which the run saves itself; longer than a step (default: %(default)s)",
     )
     slurm.add_argument(
-        "--max-requeues", type=int, default=20, metavar="N", help="times that it goes back into the queue (default: 20)"
+        "--max-requeues",
+        type=whole(0),
+        default=20,
+        metavar="N",
+        help="times that it goes back into the queue (default: 20)",
     )
     software = parser.add_argument_group("software on the nodes")
     software.add_argument("--venv", metavar="DIR", help="Python environment (default: .venv of this checkout)")
@@ -91,21 +108,11 @@ def parse_arguments() -> argparse.Namespace:
         default="h100",
         help="kind of the GPUs (default: h100); none: the ranks run on CPUs, and only the config is checked",
     )
-    plan.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of one (default: that of its kind)")
+    plan.add_argument(
+        "--gpu-memory", type=positive(float), metavar="GIB", help="memory of one (default: that of its kind)"
+    )
     plan.add_argument("--no-preflight", action="store_true", help="submit what the preflight would refuse")
-    arguments = parser.parse_intermixed_args()
-    for option in arguments.sbatch:
-        if "=" not in option:
-            parser.error(f"--sbatch {option} is not of the form NAME=VALUE, e.g. --sbatch qos=high")
-    return arguments
-
-
-def at_least_one(text: str) -> int:
-    """The type of an option that counts something."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
+    return parser.parse_intermixed_args()
 
 
 def preflight(config: RunConfig, arguments: argparse.Namespace) -> Plan:
@@ -129,7 +136,7 @@ def preflight(config: RunConfig, arguments: argparse.Namespace) -> Plan:
 
 def time_problems(arguments: argparse.Namespace) -> Iterator[str]:
     """A limit that Slurm would take, but that ends the run as it begins."""
-    limit = arguments.time or option_of(TEMPLATE, "time") or "infinite"
+    limit = arguments.time if arguments.time is not None else option_of(TEMPLATE, "time") or "infinite"
     try:
         seconds = seconds_of(limit)
     except ValueError as error:
@@ -142,19 +149,32 @@ def time_problems(arguments: argparse.Namespace) -> Iterator[str]:
         )
 
 
+def option_problems(arguments: argparse.Namespace) -> Iterator[str]:
+    """Options whose values would make another script than the one that was checked."""
+    for name in (option_name(option) for option in arguments.sbatch):
+        if name in OWN_OPTIONS:
+            yield f"--sbatch {name}: give it as {OWN_OPTIONS[name]} of submit.py, which checks it."
+        if name == "array":
+            yield (
+                "--sbatch array: all runs would write into one folder; launch/slurm/sweep.sbatch is for arrays, and "
+                "says how."
+            )
+    for name, value in sbatch_options(arguments).items():
+        if value is not None and "\n" in value:
+            yield f"{name} {value!r} has a line break, which no option of sbatch can have in a batch script."
+    if arguments.venv is not None and not arguments.container_image:
+        activate = Path(arguments.venv, "bin", "activate")
+        if not activate.is_file():
+            yield f"--venv {arguments.venv} is no Python environment on this machine: {activate} does not exist."
+
+
+def option_name(option: str) -> str:
+    """The long name in what `--sbatch` was given."""
+    return option.lstrip("-").partition("=")[0]
+
+
 def batch_script(arguments: argparse.Namespace) -> str:
     """The template, filled in."""
-    options = {
-        "job-name": arguments.job_name or Path(arguments.config).stem,
-        "nodes": str(arguments.nodes),
-        "gpus-per-node": None if arguments.gpu == NO_GPU else str(arguments.gpus_per_node),
-        "signal": f"B:USR1@{arguments.stop_seconds}",
-    }
-    named = ("partition", "account", "time")
-    options |= {name: getattr(arguments, name) for name in named if getattr(arguments, name) is not None}
-    for option in arguments.sbatch:
-        name, _, value = option.lstrip("-").partition("=")
-        options[name] = value
     settings = {
         "CONFIG": arguments.config,
         "RANKS_PER_NODE": str(arguments.gpus_per_node),
@@ -168,7 +188,22 @@ def batch_script(arguments: argparse.Namespace) -> str:
         "CONTAINER_MOUNTS": arguments.container_mounts,
     }
     settings |= {name: value for name, value in software.items() if value is not None}
-    return render(TEMPLATE, options, settings, arguments.overrides)
+    return render(TEMPLATE, sbatch_options(arguments), settings, arguments.overrides)
+
+
+def sbatch_options(arguments: argparse.Namespace) -> dict[str, str | None]:
+    """What is set in the template's head, by long names; the value None removes an option."""
+    options = {
+        "job-name": arguments.job_name or Path(arguments.config).stem,
+        "nodes": str(arguments.nodes),
+        "gpus-per-node": None if arguments.gpu == NO_GPU else str(arguments.gpus_per_node),
+        "signal": f"B:USR1@{arguments.stop_seconds}",
+    }
+    named = ("partition", "account", "time")
+    options |= {name: getattr(arguments, name) for name in named if getattr(arguments, name) is not None}
+    for option in arguments.sbatch:
+        options[option_name(option)] = option.partition("=")[2]
+    return options
 
 
 def advice(config: RunConfig, plan: Plan, arguments: argparse.Namespace) -> Iterator[str]:

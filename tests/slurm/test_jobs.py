@@ -151,6 +151,18 @@ def test_a_job_on_two_nodes_runs_to_its_end(whole: Job) -> None:
     assert whole.says("start 1, on n[1-2]")
 
 
+def test_the_name_of_a_job_may_have_spaces_and_quotes(cluster: Cluster, folder: Path) -> None:
+    config = folder / "o'clock run.yaml"
+    config.write_bytes((folder / "run.yaml").read_bytes())
+    options = [f"--config={config}", "--gpus-per-node=1", "--gpu=none", f"--sbatch=output={folder}/never.log"]
+    command = [sys.executable, ROOT / "launch" / "submit.py", *options, "--sbatch=begin=now+1hour"]
+    result = subprocess.run(command, env=cluster.environment, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    job = result.stdout.strip()
+    assert f"JobName={config.stem}\n" in cluster.command("scontrol", "show", "job", job)
+    cluster.command("scancel", job)
+
+
 def test_when_a_rank_is_killed_all_start_again_in_the_same_job(disturbed: Job) -> None:
     first, _, _ = disturbed.log.read_text().partition("start 2, on")
     _, again, second = first.partition("(status 128): it is started again, 1 of at most 3 times")

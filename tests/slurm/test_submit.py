@@ -98,7 +98,13 @@ def test_a_machine_without_slurm_is_named(run: list[str]) -> None:
         (["--gpu-memory", "40"], "but a GPU has 40 GiB"),
         (["data.train_files=nowhere.parquet"], "nowhere.parquet does not exist"),
         (["--time", "10"], "--time 10 is no longer than --stop-seconds 600"),
-        (["--time", "tomorrow"], "--time tomorrow is no time limit: write e.g. 90 (minutes)"),
+        (["--time", ""], "--time '' is no time limit"),
+        (["--sbatch", "time=5"], "--sbatch time: give it as --time of submit.py"),
+        (["--sbatch", "nodes=99"], "--sbatch nodes: give it as --nodes of submit.py"),
+        (["--sbatch", "array=1-3"], "launch/slurm/sweep.sbatch is for arrays"),
+        (["--job-name", "a\nrm -r runs"], "job-name 'a\\nrm -r runs' has a line break"),
+        (["--venv", "nowhere"], "nowhere/bin/activate does not exist"),
+        (["--time", "tomorrow"], "--time 'tomorrow' is no time limit: write e.g. 90 (minutes)"),
     ],
 )
 def test_what_cannot_run_is_not_submitted(run: list[str], tmp_path: Path, options: list[str], sentence: str) -> None:
@@ -107,6 +113,32 @@ def test_what_cannot_run_is_not_submitted(run: list[str], tmp_path: Path, option
     assert result.stderr.startswith("not submitted:\n- ")
     assert sentence in result.stderr
     assert not (tmp_path / "script").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--nodes", "0"], "argument --nodes: 0 is less than 1"),
+        (["--nodes", "two"], "argument --nodes: invalid int value: 'two'"),
+        (["--gpu-memory", "nan"], "argument --gpu-memory: nan is no finite number above 0"),
+        (["--gpu-memory", "0"], "argument --gpu-memory: 0 is no finite number above 0"),
+        (["--max-requeues", "-1"], "argument --max-requeues: -1 is less than 0"),
+        (["--stop-seconds", "65536"], "argument --stop-seconds: 65536 is more than 65535"),
+    ],
+)
+def test_a_number_outside_of_its_limits_is_named(run: list[str], options: list[str], sentence: str) -> None:
+    result = submit(*run, *options, "--dry-run")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.endswith(f"error: {sentence}\n")
+
+
+def test_a_value_stays_one_value_of_sbatch_whatever_is_in_it(run: list[str]) -> None:
+    options = ["--job-name", "o'clock run", "--sbatch", "comment=a;b #c", "--sbatch", "no-kill"]
+    lines = submit(*run, *options, "--dry-run").stdout.splitlines()
+    # As a shell quotes; so sbatch reads it (see test_jobs.py).
+    assert """#SBATCH --job-name='o'"'"'clock run'""" in lines
+    assert "#SBATCH --comment='a;b #c'" in lines
+    assert "#SBATCH --no-kill" in lines
 
 
 def test_a_config_that_cannot_be_read_has_status_2() -> None:
@@ -133,6 +165,7 @@ def test_a_container_may_have_files_that_the_login_node_lacks(run: list[str], tm
         ("2-12:30", 217_800),
         ("2-12:30:15", 217_815),
         ("UNLIMITED", float("inf")),
+        ("0", float("inf")),
     ],
 )
 def test_time_limits_are_read_as_slurm_does(limit: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
