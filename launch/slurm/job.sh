@@ -6,18 +6,42 @@
 # Of launch/train.py: stopped on request, with a checkpoint; a config that cannot run.
 EXIT_PREEMPTED=75 EXIT_BAD_CONFIG=2
 
-# "address:port" at which the ranks of this job find one another.
+# Ends the batch script where a setting that counts something is no number; a comparison would be false for ever.
+megarl_check_numbers() {
+    local name
+    for name in "$@"; do
+        case "${!name}" in
+        '' | *[!0-9]*)
+            echo "$name is '${!name}', which is no whole number: set it, or leave it out" >&2
+            exit "$EXIT_BAD_CONFIG"
+            ;;
+        esac
+    done
+}
+
+# "address:port" at which the ranks of this job find one another. Fails where nobody knows the address.
 megarl_rendezvous() {
-    local first address
-    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-    # The address that Slurm itself uses. The node's name need not be known to the resolver of a container.
-    address=$(scontrol show node "$first" | grep -o 'NodeAddr=[^ ]*' | cut -d = -f 2)
+    local first address=${MASTER_ADDR:-}
+    if [ -z "$address" ]; then
+        first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+        # The address that Slurm itself uses. The node's name need not be known to the resolver of a container.
+        address=$(scontrol show node "$first" | grep -o 'NodeAddr=[^ ]*' | cut -d = -f 2)
+        address=${address:-$first}
+    fi
+    case "$address" in
+    '')
+        echo "scontrol does not say which node of $SLURM_JOB_NODELIST is the first: set MASTER_ADDR to its address" >&2
+        return 1
+        ;;
+    *:*) address="[$address]" ;; # IPv6
+    esac
     # The port follows from the job: jobs that share a node do not meet.
-    echo "${MASTER_ADDR:-${address:-$first}}:${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
+    echo "$address:${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
 }
 
 # Sets MEGARL_STEP: the command that runs PROGRAM [argument …] under one torchrun on each node of the job.
 megarl_step() {
+    megarl_check_numbers RANKS_PER_NODE STOP_TIMEOUT_S
     # --kill-on-bad-exit=0 --wait: when one node's torchrun ends, the others have a minute to say what they know. Killed
     # at once they would turn a stop on request into a failure.
     # --cpu-bind=none: every rank may use all cores of the job; torchrun's children would share one otherwise.
@@ -47,6 +71,7 @@ megarl_on_nodes() {
 # Ends the batch script.
 megarl_run() {
     local step="" status restarts=0 is_signalled=""
+    megarl_check_numbers MAX_RESTARTS MAX_REQUEUES
     echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
     # The batch script alone gets the signal (`--signal=B:`). srun passes it on to every process of the step; those that
     # are no ranks of megarl do not notice it (megarl/processes/stop_signals.py).
@@ -90,7 +115,10 @@ megarl_requeue() {
         exit "$EXIT_PREEMPTED"
     fi
     echo "job $SLURM_JOB_ID stopped on request and goes back into the queue"
-    scontrol requeue "$SLURM_JOB_ID"
+    if ! scontrol requeue "$SLURM_JOB_ID"; then
+        echo "Slurm does not requeue job $SLURM_JOB_ID (see above); submit it again to go on" >&2
+        exit "$EXIT_PREEMPTED"
+    fi
     sleep 60 # Slurm ends this script when it has requeued the job; an exit before would complete the job
     exit "$EXIT_PREEMPTED"
 }

@@ -16,6 +16,7 @@ SLURM = ROOT / "launch" / "slurm"
 # A step ends with the next of the statuses in the file, and leaves its command.
 SRUN = """#!/bin/bash
 echo "$@" >> "$FOLDER/steps"
+echo "$RENDEZVOUS" > "$FOLDER/rendezvous"
 status=$(head -n 1 "$FOLDER/statuses")
 sed -i 1d "$FOLDER/statuses"
 exit "${status:-0}"
@@ -24,8 +25,10 @@ exit "${status:-0}"
 SCONTROL = """#!/bin/bash
 case "$1 $2" in
 "show hostnames") printf 'n1\\nn2\\n' ;;
-"show node") echo "   NodeAddr=10.0.0.$((10#${3#n})) NodeHostName=$3" ;;
-requeue*) echo "requeue $2" >> "$FOLDER/requeued"; kill $PPID ;;
+"show node") echo "   NodeAddr=${NODE_ADDRESS-10.0.0.$((10#${3#n}))} NodeHostName=$3" ;;
+requeue*)
+    if [ -n "${SCONTROL_REFUSES:-}" ]; then echo "Job is no longer there" >&2; exit 1; fi
+    echo "requeue $2" >> "$FOLDER/requeued"; kill $PPID ;;
 esac
 """
 
@@ -83,6 +86,52 @@ def test_a_job_is_not_put_back_for_ever(job: dict[str, str]) -> None:
     assert not is_requeued(job)
 
 
+def test_a_job_that_slurm_does_not_put_back_says_what_to_do(job: dict[str, str]) -> None:
+    result = run(job | {"SCONTROL_REFUSES": "1"}, "train.sbatch", statuses="75")
+    assert result.returncode == 75
+    assert "Slurm does not requeue job 12345 (see above); submit it again to go on" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "place"),
+    [
+        ({}, "10.0.0.1:22345"),
+        ({"NODE_ADDRESS": ""}, "n1:22345"),
+        ({"NODE_ADDRESS": "fd00::1"}, "[fd00::1]:22345"),
+        ({"MASTER_ADDR": "first", "MASTER_PORT": "29500"}, "first:29500"),
+    ],
+    ids=["an address", "a name", "IPv6", "given"],
+)
+def test_ranks_meet_at_the_first_node(job: dict[str, str], settings: dict[str, str], place: str) -> None:
+    assert run(job | settings, "train.sbatch", statuses="0").returncode == 0
+    assert Path(job["FOLDER"], "rendezvous").read_text() == f"{place}\n"
+
+
+def test_a_job_whose_first_node_nobody_knows_does_not_start(job: dict[str, str]) -> None:
+    Path(job["FOLDER"], "bin", "scontrol").write_text(
+        "#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n"
+    )
+    result = run(job, "train.sbatch")
+    assert result.returncode == 1
+    assert "scontrol does not say which node of n[1-2] is the first: set MASTER_ADDR to its address" in result.stderr
+    assert not Path(job["FOLDER"], "steps").exists()
+
+
+@pytest.mark.parametrize("name", ["MAX_RESTARTS", "MAX_REQUEUES", "RANKS_PER_NODE", "STOP_TIMEOUT_S"])
+def test_a_count_that_is_no_number_ends_the_job_instead_of_starting_it_for_ever(job: dict[str, str], name: str) -> None:
+    result = run(job | {name: "many"}, "train.sbatch", statuses="1 1 1 1 1 1")
+    assert result.returncode == 2
+    assert f"{name} is 'many', which is no whole number" in result.stderr
+    assert not Path(job["FOLDER"], "steps").exists()
+
+
+@pytest.mark.parametrize("template", ["train.sbatch", "convert.sbatch"])
+def test_a_template_that_is_not_in_a_checkout_says_so(job: dict[str, str], template: str) -> None:
+    result = run(job | {"SLURM_SUBMIT_DIR": job["FOLDER"]}, template)
+    assert result.returncode == 2
+    assert "sbatch this from the root of a checkout of megarl, or set MEGARL_ROOT to it" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("statuses", "status", "count"),
     [("1 0", 0, 2), ("1 1 128 1", 1, 4), ("2 0", 2, 1)],
@@ -107,7 +156,8 @@ def test_a_container_sees_the_checkout_and_what_is_mounted(job: dict[str, str]) 
 
 def test_each_run_of_a_sweep_has_its_line_and_its_folder(job: dict[str, str], tmp_path: Path) -> None:
     sweep = tmp_path / "sweep.txt"
-    sweep.write_text("optim.lr=1e-6\noptim.lr=2e-6 actor.clip_ratio_high=0.2\n")
+    # As an editor on Windows would write it.
+    sweep.write_bytes(b"optim.lr=1e-6\r\noptim.lr=2e-6 actor.clip_ratio_high=0.2\r\n")
     task = job | {"SWEEP": str(sweep), "RUNS": "runs/lr", "SLURM_ARRAY_TASK_ID": "2"}
     assert run(task, "sweep.sbatch", "trainer.seed=3", statuses="0").returncode == 0
     settings = "optim.lr=2e-6 actor.clip_ratio_high=0.2 trainer.default_local_dir=runs/lr/2 trainer.seed=3"
@@ -115,6 +165,8 @@ def test_each_run_of_a_sweep_has_its_line_and_its_folder(job: dict[str, str], tm
     result = run(task | {"SLURM_ARRAY_TASK_ID": "3"}, "sweep.sbatch")
     assert result.returncode == 2
     assert "has no line 3: give --array as many numbers as it has lines" in result.stderr
+    del task["SLURM_ARRAY_TASK_ID"]
+    assert "SLURM_ARRAY_TASK_ID: is not set: give sbatch --array" in run(task, "sweep.sbatch").stderr
 
 
 def test_a_conversion_that_fails_ends_the_job(job: dict[str, str]) -> None:
