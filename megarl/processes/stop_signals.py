@@ -74,7 +74,7 @@ class StopSignals:
         if now - self._first.setdefault(number, now) > SAME_REQUEST_S:
             _leave(f"a second {number.name}: the run ends at once")
         if self.request is None and _rank() == "0":
-            print(_announcement(number), file=sys.stderr, flush=True)
+            print(_announcement(number, self.has_something_to_lose), file=sys.stderr, flush=True)
         self.request = number
 
 
@@ -99,10 +99,11 @@ def stop_request() -> signal.Signals | None:
     return _listener.request if _listener is not None else None
 
 
-def _announcement(number: signal.Signals) -> str:
+def _announcement(number: signal.Signals, has_something_to_lose: bool) -> str:
+    end = "after this step, with a checkpoint" if has_something_to_lose else "before its first step"
     # torchrun ends the ranks that are left with the signal that it passes on when it is asked to stop itself.
     unless = ", unless torchrun sent it because a rank has failed" if number is signal.SIGTERM else ""
-    what = f"{number.name}: the run ends after this step, with a checkpoint{unless}"
+    what = f"{number.name}: the run ends {end}{unless}"
     return f"{what}; a second {number.name} ends it at once"
 
 

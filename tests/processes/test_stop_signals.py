@@ -50,6 +50,14 @@ def test_a_request_is_noted_and_the_process_goes_on() -> None:
             assert f"{number.name}: the run ends after this step" in process.stderr.readline()
 
 
+def test_before_the_first_step_nobody_is_promised_a_checkpoint() -> None:
+    with listening(LONG_S, "start") as (process, _):
+        process.send_signal(signal.SIGUSR1)
+        assert process.stderr.readline() == (
+            "SIGUSR1: the run ends before its first step; a second SIGUSR1 ends it at once\n"
+        )
+
+
 def test_sigusr1_does_not_reach_the_programs_that_the_process_has_started() -> None:
     """Slurm sends it to all of them."""
     with listening(LONG_S) as (process, child):
