@@ -110,13 +110,16 @@ megarl_wait() {
 
 # Puts the job back into the queue, and does not return.
 megarl_requeue() {
+    # The job id of one task of an array is that of the array: requeued by it, all other tasks are killed and begin anew.
+    local job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID:-}}
+    job=${job:-$SLURM_JOB_ID}
     if [ "${SLURM_RESTART_COUNT:-0}" -ge "$MAX_REQUEUES" ]; then
-        echo "job $SLURM_JOB_ID has been requeued $MAX_REQUEUES times (MAX_REQUEUES); submit it again to go on" >&2
+        echo "job $job has been requeued $MAX_REQUEUES times (MAX_REQUEUES); submit it again to go on" >&2
         exit "$EXIT_PREEMPTED"
     fi
-    echo "job $SLURM_JOB_ID stopped on request and goes back into the queue"
-    if ! scontrol requeue "$SLURM_JOB_ID"; then
-        echo "Slurm does not requeue job $SLURM_JOB_ID (see above); submit it again to go on" >&2
+    echo "job $job stopped on request and goes back into the queue"
+    if ! scontrol requeue "$job"; then
+        echo "Slurm does not requeue job $job (see above); submit it again to go on" >&2
         exit "$EXIT_PREEMPTED"
     fi
     sleep 60 # Slurm ends this script when it has requeued the job; an exit before would complete the job

@@ -86,6 +86,14 @@ def test_a_job_is_not_put_back_for_ever(job: dict[str, str]) -> None:
     assert not is_requeued(job)
 
 
+def test_a_run_of_a_sweep_puts_itself_back_and_no_other(job: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "sweep.txt").write_text("optim.lr=1e-6\noptim.lr=2e-6\n")
+    # The last task of an array has the job id of the whole array.
+    array = {"SLURM_JOB_ID": "12345", "SLURM_ARRAY_JOB_ID": "12345", "SLURM_ARRAY_TASK_ID": "2"}
+    run(job | array | {"SWEEP": str(tmp_path / "sweep.txt")}, "sweep.sbatch", statuses="75")
+    assert Path(job["FOLDER"], "requeued").read_text() == "requeue 12345_2\n"
+
+
 def test_a_job_that_slurm_does_not_put_back_says_what_to_do(job: dict[str, str]) -> None:
     result = run(job | {"SCONTROL_REFUSES": "1"}, "train.sbatch", statuses="75")
     assert result.returncode == 75
