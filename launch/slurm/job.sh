@@ -72,11 +72,13 @@ megarl_on_nodes() {
 megarl_run() {
     local step="" status restarts=0 is_signalled=""
     megarl_check_numbers MAX_RESTARTS MAX_REQUEUES
-    echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
     # The batch script alone gets the signal (`--signal=B:`). srun passes it on to every process of the step; those that
     # are no ranks of megarl do not notice it (megarl/processes/stop_signals.py).
     trap 'is_signalled+=1; kill -USR1 $step 2>/dev/null || true' USR1
+    echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
     megarl_step "$@"
+    # There was no step yet that the signal could have been passed on to.
+    if [ -n "$is_signalled" ]; then megarl_requeue; fi
     while true; do
         "${MEGARL_STEP[@]}" & # not a function: $! has to be srun
         step=$!

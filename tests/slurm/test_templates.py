@@ -24,7 +24,9 @@ exit "${status:-0}"
 # `scontrol requeue` ends the batch script, as Slurm does.
 SCONTROL = """#!/bin/bash
 case "$1 $2" in
-"show hostnames") printf 'n1\\nn2\\n' ;;
+"show hostnames")
+    if [ -n "${BASH_ENV:-}" ]; then kill -USR1 "$(cat "$FOLDER/batch")"; fi
+    printf 'n1\\nn2\\n' ;;
 "show node") echo "   NodeAddr=${NODE_ADDRESS-10.0.0.$((10#${3#n}))} NodeHostName=$3" ;;
 requeue*)
     if [ -n "${SCONTROL_REFUSES:-}" ]; then echo "Job is no longer there" >&2; exit 1; fi
@@ -92,6 +94,13 @@ def test_a_run_of_a_sweep_puts_itself_back_and_no_other(job: dict[str, str], tmp
     array = {"SLURM_JOB_ID": "12345", "SLURM_ARRAY_JOB_ID": "12345", "SLURM_ARRAY_TASK_ID": "2"}
     run(job | array | {"SWEEP": str(tmp_path / "sweep.txt")}, "sweep.sbatch", statuses="75")
     assert Path(job["FOLDER"], "requeued").read_text() == "requeue 12345_2\n"
+
+
+def test_a_signal_before_anything_has_started_puts_the_job_back(job: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "note").write_text('[ -f "$FOLDER/batch" ] || echo $$ > "$FOLDER/batch"\n')
+    run(job | {"BASH_ENV": str(tmp_path / "note")}, "train.sbatch", statuses="0")
+    assert is_requeued(job)
+    assert not (tmp_path / "steps").exists()
 
 
 def test_a_job_that_slurm_does_not_put_back_says_what_to_do(job: dict[str, str]) -> None:
