@@ -8,6 +8,11 @@ cd "$SLURM_SUBMIT_DIR"
 # In a container, megarl may be installed in the image.
 # shellcheck disable=SC1091
 if [ -f "$VENV/bin/activate" ]; then . "$VENV/bin/activate"; fi
+if ! python -c "import megarl"; then
+    echo "node $(hostname): megarl is not in $(command -v python || echo "any Python of PATH"): set VENV to an environment" \
+        "that has it (now: $VENV)" >&2
+    exit 2 # as a config that cannot run: no restart helps
+fi
 
 # --- limits. Slurm hands on those of the shell that submitted (PropagateResourceLimits), which are a login node's.
 # Locked memory: InfiniBand registers its buffers there, and NCCL fails with "ibv_reg_mr failed" where it may not.

@@ -193,6 +193,16 @@ def test_a_conversion_that_fails_ends_the_job(job: dict[str, str]) -> None:
     assert step.endswith("hf_to_megatron.py --hf models/a --out checkpoints/a --tp 1 --pp 8 --verify")
 
 
+def test_a_node_without_megarl_says_so_and_nothing_starts_again(job: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "bin" / "python").write_text("#!/bin/sh\necho 'No module named megarl' >&2\nexit 1\n")
+    (tmp_path / "bin" / "python").chmod(0o755)
+    (tmp_path / "bin" / "srun").write_text('#!/bin/bash\necho step >> "$FOLDER/steps"\nexec "${@:$#-4}"\n')
+    result = run(job | {"VENV": "/nowhere"}, "train.sbatch")
+    assert result.returncode == 2
+    assert f"megarl is not in {tmp_path}/bin/python: set VENV to an environment that has it" in result.stderr
+    assert steps(job) == ["step"]
+
+
 def test_the_preflight_of_a_job_is_that_of_the_command(job: dict[str, str]) -> None:
     settings = {"CONFIG": "nowhere.yaml", "GPUS": "64", "VENV": sys.prefix}
     result = run(job | settings, "preflight.sbatch")
