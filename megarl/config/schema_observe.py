@@ -36,10 +36,10 @@ class ObserveConfig:
     prometheus_port: int = setting(9400, at_least=1, at_most=65535)
     """With `prometheus` in `trainer.logger`: port that rank 0 answers Prometheus at, path /metrics. Where it is taken,
     a warning says so and the run goes on without."""
-    hang_timeout_s: float = setting(600.0, at_least=1)
+    hang_timeout_s: float = setting(600.0, at_least=1, at_most=604_800)
     """Seconds that a rank waits in a collective before the run says which ranks are missing, and ends. It has to be
     more than ranks may lie apart, such as the longest response of one and the shortest of another. 600: torch's own
-    limit on NCCL."""
+    limit on NCCL; at most a week."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """Traces of torch's profiler."""
     memory_stacks: bool = False

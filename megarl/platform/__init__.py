@@ -9,10 +9,12 @@ from megarl.platform import warnings_of_libraries as _warnings_of_libraries  # n
 from megarl.platform.device import Platform, current
 from megarl.platform.dtypes import parse_dtype
 from megarl.platform.process_group import init_distributed, is_peer_failure, shutdown_distributed
+from megarl.platform.rendezvous import RanksMissingError
 from megarl.platform.seeds import seed_everything
 
 __all__ = [
     "Platform",
+    "RanksMissingError",
     "current",
     "init_distributed",
     "is_peer_failure",

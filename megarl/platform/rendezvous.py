@@ -6,10 +6,25 @@ import datetime
 import os
 import time
 import uuid
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
 _PAUSE_S = 0.05
+
+
+class RanksMissingError(RuntimeError):
+    """Ranks that torchrun has started did not come to where all meet."""
+
+    def __init__(self, missing: Sequence[int], world_size: int, seconds: float) -> None:
+        """Args:
+        seconds: for how long they were waited for.
+        """
+        names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {world_size}"
+        super().__init__(
+            f"{names} did not come within {seconds:.0f} s: either they are stuck while they start (a file system, a "
+            "debugger), or their node does not reach this one"
+        )
 
 
 def has_agent_store() -> bool:
@@ -25,7 +40,8 @@ def store_of_this_start(rank: int, world_size: int, timeout: datetime.timedelta)
     old communicator is read). `TORCHELASTIC_RESTART_COUNT` is no name: each node counts its own restarts.
 
     Raises:
-        RuntimeError: not all ranks came within `timeout`.
+        RanksMissingError: on rank 0; not all ranks came within `timeout`.
+        DistStoreError: on the others.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
@@ -38,6 +54,7 @@ def _join(store: dist.Store, rank: int) -> str:
     own = uuid.uuid4().hex
     store.set(_hello(rank), own)
     name = store.get(_reply(own)).decode()
+    store.set(_joined_as(name, rank), "")
     store.add(_joined(name), 1)
     return name
 
@@ -47,9 +64,10 @@ def _invite(store: dist.Store, world_size: int, timeout: datetime.timedelta) -> 
     name = f"megarl-{uuid.uuid4().hex}"
     answered: set[str] = set()
     deadline = time.monotonic() + timeout.total_seconds()
-    while (joined := store.add(_joined(name), 0)) < world_size - 1:
+    while store.add(_joined(name), 0) < world_size - 1:
         if time.monotonic() > deadline:
-            raise dist.DistStoreError(f"only {joined + 1} of {world_size} ranks came within {timeout}")
+            missing = [rank for rank in range(1, world_size) if not store.check([_joined_as(name, rank)])]
+            raise RanksMissingError(missing, world_size, timeout.total_seconds())
         for rank in range(1, world_size):
             if not store.check([_hello(rank)]):
                 continue
@@ -71,3 +89,7 @@ def _reply(greeting: str) -> str:
 
 def _joined(name: str) -> str:
     return f"megarl/joined/{name}"
+
+
+def _joined_as(name: str, rank: int) -> str:
+    return f"{_joined(name)}/{rank}"

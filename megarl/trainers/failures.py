@@ -67,6 +67,8 @@ class Failures:
             self._leave(EXIT_INTERRUPTED, "interrupted")
         if is_out_of_memory(error):
             self._leave(EXIT_FAILED, report_out_of_memory(error, self._config, self.rank))
+        if isinstance(error, platform.RanksMissingError):
+            self._leave(EXIT_FAILED, str(error))
         if platform.is_peer_failure(error):
             reason = self._why_a_peer_left()
             self._leave(EXIT_FAILED, f"ends{place}, since {reason}", reason=reason)
