@@ -22,8 +22,8 @@ class RanksMissingError(RuntimeError):
         """
         names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {world_size}"
         super().__init__(
-            f"{names} did not come within {seconds:.0f} s: either they are stuck while they start (a file system, a "
-            "debugger), or their node does not reach this one"
+            f"{names} did not come within {seconds:.0f} s: stuck at the start (a file system, a debugger), or on a "
+            "node that does not reach this one"
         )
 
 
