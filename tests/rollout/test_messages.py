@@ -39,7 +39,7 @@ def test_a_log_prob_that_is_not_finite_comes_through_to_be_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"GET / HTTP/1.1", b"\xff\x00", b'[["Call", {}]]', b'[["Popen", {}]]', b"[1]", b"{}}"]
+    "data", [b"GET / HTTP/1.1", b"\xff\x00", b'[["Call", {}]]', b'[["Popen", {}]]', b"[1]", b"{}}", b"[" * 100_000]
 )
 def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="these are no messages of an engine"):

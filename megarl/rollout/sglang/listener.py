@@ -23,10 +23,10 @@ from megarl.rollout.sglang.channel import STARTED
 from megarl.rollout.sglang.facts import difference
 from megarl.rollout.sglang.messages import Answer, Hello, decode, encode
 from megarl.rollout.sglang.server import Server, problem_of, start_engine
-from megarl.rollout.sglang.sockets import as_connection
+from megarl.rollout.sglang.sockets import as_connection, limit_reads
 from megarl.rollout.sglang.update_group import GROUP_NAME
 
-_HELLO_LIMIT_S = 10.0
+_HELLO_LIMIT_S = 10
 _HELLO_BYTES = 2**20
 """More than a greeting has: what anybody else sends to the port is not read."""
 
@@ -90,7 +90,7 @@ async def serve_runs(engine: Any, port: socket.socket, facts: Mapping[str, Any])
     """Serves whoever comes, one after the other, for ever."""
     loop = asyncio.get_running_loop()
     while True:
-        connection, who = await loop.run_in_executor(None, _next_run, port, facts)
+        connection, who = await loop.run_in_executor(None, next_run, port, facts)
         _say(f"serves {who}")
         server = ListeningServer(engine, connection)
         await server.serve()
@@ -99,24 +99,26 @@ async def serve_runs(engine: Any, port: socket.socket, facts: Mapping[str, Any])
         _say(f"{who} has left")
 
 
-def _next_run(port: socket.socket, facts: Mapping[str, Any]) -> tuple[Connection, str]:
+def next_run(port: socket.socket, facts: Mapping[str, Any]) -> tuple[Connection, str]:
     """Waits for a run that this server can serve; says to others why it cannot."""
     while True:
         peer, address = port.accept()
         who = f"{address[0]}:{address[1]}"
         connection = as_connection(peer)
+        limit_reads(connection, _HELLO_LIMIT_S)
         try:
-            if not connection.poll(_HELLO_LIMIT_S):
-                raise ValueError("it says nothing")
             match decode(connection.recv_bytes(_HELLO_BYTES)):
-                case [Hello(facts=of_run)]:
+                case [Hello(facts=dict() as of_run)]:
                     problem = difference(of_run, facts)
                 case _:
                     raise ValueError("it does not say who it is")
             connection.send_bytes(encode([Answer(number=STARTED, problem=problem)]))
+        except BlockingIOError:
+            problem = "it is no run: it says nothing, or only a part"
         except (EOFError, OSError, ValueError) as error:
-            problem = f"it is no run: {error}"
+            problem = f"it is no run: {error or 'it closed the connection'}"
         if problem is None:
+            limit_reads(connection, None)  # a run may have nothing to say for long
             return connection, who
         _say(f"refused {who}: {problem}")
         connection.close()
@@ -132,7 +134,7 @@ def main(number: int, facts: dict[str, Any], arguments: dict[str, Any]) -> None:
         # Before the engine, which takes minutes: that somebody has the port should show at once.
         port = socket.create_server(("", number)) if arguments["node_rank"] == 0 else None
     except OSError as error:
-        leave(1, f"cannot start: port {number} of this machine: {error.strerror}")
+        leave(1, f"cannot start: port {number} of this machine: {os.strerror(error.errno)}")
     try:
         engine = start_engine(arguments)
     except Exception as error:  # most often an argument that SGLang cannot use

@@ -98,5 +98,5 @@ def decode(data: bytes) -> list[Message]:
     """
     try:
         return [_KINDS[kind](**values) for kind, values in json.loads(data)]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"these are no messages of an engine: {error}") from None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import struct
 from multiprocessing.connection import Connection
 
 _IDLE_S, _INTERVAL_S, _PROBES = 30, 10, 3
@@ -21,3 +23,13 @@ def as_connection(peer: socket.socket) -> Connection:
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNSENT_MS)
     return Connection(peer.detach())
+
+
+def limit_reads(connection: Connection, limit_s: int | None) -> None:
+    """Has each read end with `BlockingIOError` where nothing comes for so long, be it in the middle of a message.
+
+    Args:
+        limit_s: None: a read waits for ever, as it does at first.
+    """
+    with socket.socket(fileno=os.dup(connection.fileno())) as peer:  # a copy of the number, of the same socket
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", limit_s or 0, 0))
