@@ -12,8 +12,8 @@ import sys
 from importlib.util import find_spec
 
 from megarl.config import ConfigError, RunConfig, load_config
-from megarl.config.server_rules import parse_address, server_problems
-from megarl.config.sglang_options import option_problems
+from megarl.config.server_rules import parse_address
+from megarl.config.validate import validate_server
 
 PROGRAM = "megarl.rollout.sglang.listener"
 EXIT_BAD_CONFIG = 2
@@ -51,15 +51,13 @@ def check(config: RunConfig, arguments: argparse.Namespace) -> None:
         ConfigError: it cannot start.
     """
     count = len(config.rollout.servers)
-    problems = [*server_problems(config, count or 1), *option_problems(config.rollout.sglang)]
-    if not 0 <= arguments.server < count:
+    problems = validate_server(config)
+    if count and not 0 <= arguments.server < count:
         problems.append(f"--server is {arguments.server}, but rollout.servers names {count}, counted from 0.")
     if not 0 <= arguments.node_rank < arguments.nnodes:
         problems.append(f"--node-rank is {arguments.node_rank}, but --nnodes is {arguments.nnodes}, counted from 0.")
-    if arguments.nnodes > 1 and arguments.rdzv is None:
+    if arguments.nnodes > 1 and (arguments.rdzv is None or not _is_address(arguments.rdzv)):
         problems.append("--nnodes is above 1: name with --rdzv host:port where the engine's nodes meet.")
-    if not config.model.path or not os.path.isfile(os.path.join(config.model.path, "config.json")):
-        problems.append(f"model.path {config.model.path or 'is not set and'} is no folder of a Hugging Face model.")
     if find_spec("sglang") is None:
         problems.append(
             "SGLang is not installed: pip install -e '.[sglang]' on a machine with CUDA, or source "
@@ -67,6 +65,14 @@ def check(config: RunConfig, arguments: argparse.Namespace) -> None:
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parse_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def start(config: RunConfig, arguments: argparse.Namespace) -> None:

@@ -18,7 +18,15 @@ def parse_address(text: str) -> tuple[str, int]:
         ValueError: it is not that.
     """
     host, _, port = text.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 2**16:
+    # A bare IPv6 address has colons of its own, and a URL has a scheme.
+    if (
+        not host
+        or "/" in host
+        or (":" in host and not host.startswith("["))
+        or not port.isascii()
+        or not port.isdigit()
+        or not 0 < int(port) < 2**16
+    ):
         raise ValueError(f"{text} is not host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)
 

@@ -18,7 +18,7 @@ from megarl.config.validate_checkpoint import checkpoint_problems
 from megarl.config.validate_guard import guard_problems
 from megarl.config.validate_observe import missing_tracker_settings, observe_problems
 from megarl.config.validate_preference import preference_problems
-from megarl.config.validate_rl import rl_problems
+from megarl.config.validate_rl import engine_problems, rl_problems
 from megarl.config.validate_supervised import SUPERVISED_KINDS, supervised_problems
 
 EXTENSIBLE = ("algorithm.adv_estimator", "actor.policy_loss", "preference.loss_type")
@@ -58,6 +58,23 @@ def validate(config: RunConfig, world_size: int) -> list[str]:
         problems += rl_problems(config, layout, model)
     problems += _file_problems(config)
     return problems
+
+
+def validate_server(config: RunConfig) -> list[str]:
+    """Everything that is wrong with a config for one of its `rollout.servers`: one sentence each, with the key.
+
+    Its machine needs no data, and does not know how many ranks the run has.
+    """
+    servers = len(config.rollout.servers)
+    if not servers:
+        return ["rollout.servers names none: write host:port of each engine that has GPUs of its own."]
+    model, model_problems = _read_model(config)
+    return [
+        *_value_problems(config),
+        *model_problems,
+        *_length_problems(config, model),
+        *engine_problems(config, servers, model),
+    ]
 
 
 def missing_packages(config: RunConfig) -> list[str]:

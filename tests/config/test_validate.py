@@ -177,6 +177,11 @@ ONE_MISTAKE = {
         1,
         ["rollout.servers has 'node7'", "host:port"],
     ),
+    "a server that is a URL": (
+        ["rollout.engine=sglang", "rollout.servers=['http://node7:30000']"],
+        1,
+        ["rollout.servers has 'http://node7:30000'", "host:port"],
+    ),
     "a server that is named twice": (
         ["rollout.engine=sglang", "rollout.servers=[a:1,a:1]"],
         2,

@@ -20,7 +20,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     make_hf_model("qwen3", folder / "model")
     path = folder / "run.yaml"
-    path.write_text(f"model: {{path: {folder / 'model'}, dtype: float32}}\nrollout: {{engine: sglang}}\n")
+    path.write_text(
+        f"model: {{path: {folder / 'model'}, dtype: float32}}\nrollout: {{engine: sglang}}\n"
+        "data: {max_prompt_length: 40, max_response_length: 12}\n"
+    )
     return path
 
 
@@ -32,13 +35,17 @@ def engine(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "--server is 0, but rollout.servers names 0"),
+        ([], "rollout.servers names none: write host:port"),
         ([SERVERS, "--server", "2"], "--server is 2, but rollout.servers names 2, counted from 0."),
         ([SERVERS, "rollout.engine=transformers"], "but rollout.engine is transformers: set it to sglang"),
         ([SERVERS, "rollout.sglang.tp_size=2"], "rollout.sglang.tp_size is set by rollout.tensor_model_parallel_size"),
         ([SERVERS, "--nnodes", "2"], "name with --rdzv host:port"),
+        ([SERVERS, "--nnodes", "2", "--rdzv", "a"], "name with --rdzv host:port"),
         ([SERVERS, "--nnodes", "2", "--node-rank", "2", "--rdzv", "a:1"], "--node-rank is 2, but --nnodes is 2"),
-        ([SERVERS, "model.path=/nowhere"], "model.path /nowhere is no folder"),
+        ([SERVERS, "model.path=/nowhere"], "model.path /nowhere is not a folder"),
+        ([SERVERS, "rollout.tensor_model_parallel_size=3"], "does not divide the model's 4 attention heads"),
+        ([SERVERS, "rollout.sglang.ep_size=2"], "rollout.sglang.ep_size is 2, which does not divide"),
+        ([SERVERS, "rollout.max_num_seqs=0"], "rollout.max_num_seqs is 0, but must be at least 1"),
         ([SERVERS, "rollout.server=x"], "rollout.server"),
     ],
 )
