@@ -7,9 +7,6 @@ from megarl.config.schema import RunConfig
 TIMEOUT_MARGIN_S = 60.0
 """How much longer ranks wait for one another than one of them for its server, so that its word comes first."""
 
-_OTHER_RANKS = ("dp_size", "pp_size")
-"""Arguments of SGLang that give a server ranks beyond its tensor-parallel ones."""
-
 
 def parse_address(text: str) -> tuple[str, int]:
     """Host and port of `host:port`; an IPv6 address stands in brackets.
@@ -54,12 +51,6 @@ def server_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"rollout.servers names {len(servers)}, which does not divide the world size {world_size}: equally many "
             "ranks share each, so name a divisor of it."
         )
-    for option in _OTHER_RANKS:
-        if rollout.sglang.get(option, 1) != 1:
-            yield (
-                f"rollout.sglang.{option} is {rollout.sglang[option]}, but weights reach one of rollout.servers by its "
-                "tensor-parallel ranks alone: leave it out, and name more servers instead."
-            )
     if rollout.server_timeout_s + TIMEOUT_MARGIN_S > config.observe.hang_timeout_s:
         yield (
             f"rollout.server_timeout_s is {rollout.server_timeout_s:g}, but while one rank waits for its server the "

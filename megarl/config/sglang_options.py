@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +11,8 @@ from typing import Any
 
 _FIELDS = Path("srt", "arg_groups", "field_order.py")
 """In SGLang 0.5.23: the names of all its server arguments, in one tuple."""
+_ANNOTATIONS = Path("srt", "arg_groups", "fields")
+"""And what each of them may be: `name: A[type, …]`."""
 _TUPLE = "POSITIONAL_FIELD_ORDER"
 
 EXPERT_OPTION = "ep_size"
@@ -42,9 +44,32 @@ SET_ELSEWHERE: dict[str, str] = {
 }
 """Arguments that megarl gives SGLang itself, and what decides them."""
 
+_ANOTHER_DISTRIBUTION = "tokens would be drawn from another distribution than the one that log-probs are of"
+_OTHER_RANKS = "weights reach an engine by its tensor-parallel ranks alone"
+_NO_ADAPTERS = "weights come whole, and SGLang's adapters give them other names"
+UNUSABLE: dict[str, str] = {
+    "allow_auto_truncate": "prompts would be cut without a word",
+    "disaggregation_mode": "an engine does both, prefill and decode",
+    "dp_size": _OTHER_RANKS,
+    "enable_lora": _NO_ADAPTERS,
+    "enable_watermark": _ANOTHER_DISTRIBUTION,
+    "is_embedding": "such an engine generates nothing",
+    "json_model_override_args": "the engine's model would not be the trainer's: change the model's config.json",
+    "lora_paths": _NO_ADAPTERS,
+    "max_queued_requests": "SGLang refuses what is beyond it, and gets a whole batch at once",
+    "pp_size": _OTHER_RANKS,
+    "preferred_sampling_params": f"{_ANOTHER_DISTRIBUTION}; rollout.temperature, top_p and top_k say how to sample",
+}
+"""Arguments with which a run would end or, worse, learn from something else than it was told to; and why."""
+_LOOKED_AT_HERE = {*SET_ELSEWHERE, *UNUSABLE, EXPERT_OPTION, MASK_OPTION}
+
+_TYPES: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (float, int)}
+"""What YAML gives for an annotation. Other kinds of values SGLang looks at itself; these it would take as true."""
+_WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number"}
+
 
 def option_problems(options: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the names in `rollout.sglang`. Without SGLang only those that megarl sets can be told."""
+    """What is wrong with `rollout.sglang`; without SGLang only what megarl itself knows of its arguments."""
     known = known_options()
     for name in options:
         if name in SET_ELSEWHERE:
@@ -53,18 +78,68 @@ def option_problems(options: Mapping[str, Any]) -> Iterator[str]:
             similar = get_close_matches(name, known, n=1)
             hint = f"did you mean {similar[0]}?" if similar else "see the fields of its ServerArgs."
             yield f"rollout.sglang.{name} is not an argument of the installed SGLang; {hint}"
+        elif name in UNUSABLE:
+            yield f"rollout.sglang.{name} cannot be used, since {UNUSABLE[name]}; leave it out."
+    yield from _value_problems({name: value for name, value in options.items() if name not in _LOOKED_AT_HERE})
     for name in (EXPERT_OPTION, MASK_OPTION):  # the two that megarl itself reckons with
         value = options.get(name, 1)
         if type(value) is not int or value < 1:
             yield f"rollout.sglang.{name} must be a whole number of at least 1, not {value!r}."
 
 
-def known_options() -> tuple[str, ...] | None:
-    """Every argument of the installed SGLang; None where it is not installed."""
+def _value_problems(options: Mapping[str, Any]) -> Iterator[str]:
+    annotations = annotations_of(options)
+    for name, value in options.items():
+        annotation = annotations.get(name, "")
+        kind = (
+            annotation.removeprefix("Optional[").removesuffix("]") if annotation.startswith("Optional") else annotation
+        )
+        if value is None and annotation.startswith("Optional"):
+            continue
+        if kind.startswith("Literal["):
+            allowed = ast.literal_eval(kind.removeprefix("Literal"))
+            if value not in allowed:
+                yield f"rollout.sglang.{name} is {value!r}, but must be one of {', '.join(map(str, allowed))}."
+        elif kind in _TYPES and type(value) not in _TYPES[kind]:
+            yield f"rollout.sglang.{name} is {value!r}, but must be {_WORDS[kind]}."
+
+
+def annotations_of(names: Collection[str]) -> dict[str, str]:
+    """How the installed SGLang annotates those of its arguments; empty where it is not installed."""
+    folder = _installed() if names else None
+    if folder is None:
+        return {}
+    return {
+        name: annotation
+        for file in sorted((folder / _ANNOTATIONS).glob("*.py"))
+        for name, annotation in _annotations(file)
+        if name in names
+    }
+
+
+def _annotations(file: Path) -> Iterator[tuple[str, str]]:
+    for statement in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        match statement:
+            case ast.AnnAssign(
+                target=ast.Name(id=name),
+                annotation=ast.Subscript(value=ast.Name(id="A"), slice=ast.Tuple(elts=[annotation, *_])),
+            ):
+                yield name, ast.unparse(annotation)
+
+
+def _installed() -> Path | None:
     package = find_spec("sglang")
     if package is None or not package.submodule_search_locations:
         return None
-    source = Path(package.submodule_search_locations[0], _FIELDS)
+    return Path(package.submodule_search_locations[0])
+
+
+def known_options() -> tuple[str, ...] | None:
+    """Every argument of the installed SGLang; None where it is not installed."""
+    folder = _installed()
+    if folder is None:
+        return None
+    source = folder / _FIELDS
     for statement in ast.parse(source.read_text(encoding="utf-8")).body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if name == _TUPLE:

@@ -187,10 +187,10 @@ ONE_MISTAKE = {
         2,
         ["rollout.servers names a server twice"],
     ),
-    "a server of several pipeline stages": (
-        ["rollout.engine=sglang", "rollout.servers=[a:1]", "rollout.sglang.pp_size=2"],
+    "an engine of several pipeline stages": (
+        ["rollout.engine=sglang", "rollout.sglang.pp_size=2"],
         1,
-        ["rollout.sglang.pp_size is 2", "tensor-parallel ranks alone"],
+        ["rollout.sglang.pp_size cannot be used", "tensor-parallel ranks alone"],
     ),
     "a server that is waited for longer than ranks wait": (
         ["rollout.engine=sglang", "rollout.servers=[a:1]", "rollout.server_timeout_s=590"],

@@ -9,7 +9,7 @@ import yaml
 
 from megarl.config import RunConfig, load_config, validate
 from megarl.config.load import CONFIG_FOLDER
-from megarl.config.sglang_options import SET_ELSEWHERE, known_options, option_problems
+from megarl.config.sglang_options import SET_ELSEWHERE, UNUSABLE, annotations_of, known_options, option_problems
 from megarl.config.show import to_yaml
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang.environment import CPU_STANDINS, server_environment
@@ -180,6 +180,47 @@ def test_options_that_sglang_lacks_are_refused_with_the_nearest_name() -> None:
 def test_options_that_megarl_sets_are_refused_with_the_key_to_use() -> None:
     (problem,) = option_problems({"tp_size": 2})
     assert problem == "rollout.sglang.tp_size is set by rollout.tensor_model_parallel_size: leave it out."
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"disable_radix_cache": "maybe"}, "is 'maybe', but must be true or false."),
+        ({"chunked_prefill_size": "5"}, "is '5', but must be a whole number."),
+        ({"watchdog_timeout": True}, "is True, but must be a number."),
+        ({"soft_watchdog_timeout": "long"}, "is 'long', but must be a number."),
+        ({"deepep_mode": "x"}, "is 'x', but must be one of auto, normal, low_latency."),
+    ],
+)
+def test_values_that_sglang_would_take_as_something_else_are_refused(options: dict[str, object], words: str) -> None:
+    (problem,) = option_problems(options)
+    assert problem == f"rollout.sglang.{next(iter(options))} {words}"
+
+
+def test_values_that_sglang_allows_are_allowed() -> None:
+    allowed = {
+        "watchdog_timeout": 5,
+        "soft_watchdog_timeout": None,
+        "fuseep_mode": 2,
+        "lora_target_modules": ["q_proj"],
+    }
+    assert list(option_problems(allowed)) == []
+
+
+def test_options_with_which_a_run_would_learn_from_something_else_are_refused() -> None:
+    (problem,) = option_problems({"preferred_sampling_params": {"min_p": 0.9}})
+    assert "rollout.sglang.preferred_sampling_params cannot be used" in problem and "rollout.temperature" in problem
+    known = known_options()
+    assert known is not None and not UNUSABLE.keys() - set(known)
+
+
+def test_every_kind_of_value_that_is_looked_at_is_found_in_sglang() -> None:
+    known = known_options()
+    assert known is not None
+    annotations = annotations_of(known)
+    assert (annotations["disable_radix_cache"], annotations["page_size"]) == ("bool", "Optional[int]")
+    # A few are written otherwise, and SGLang alone looks at them.
+    assert len(annotations) > 0.98 * len(known)
 
 
 def problems_of(**rollout: object) -> list[str]:

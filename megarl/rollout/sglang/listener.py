@@ -134,7 +134,7 @@ def main(number: int, facts: dict[str, Any], arguments: dict[str, Any]) -> None:
         # Before the engine, which takes minutes: that somebody has the port should show at once.
         port = socket.create_server(("", number)) if arguments["node_rank"] == 0 else None
     except OSError as error:
-        leave(1, f"cannot start: port {number} of this machine: {os.strerror(error.errno)}")
+        leave(1, f"cannot start: port {number} of this machine: {error.strerror}")
     try:
         engine = start_engine(arguments)
     except Exception as error:  # most often an argument that SGLang cannot use
