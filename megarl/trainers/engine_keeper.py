@@ -28,6 +28,8 @@ class EngineKeeper:
         self._sleeps = sleeps
         self._restarts_left = max_restarts
         self._give: Callable[[Engine], Traffic] | None = None
+        self._death: str | None = None
+        """What the engine died of, where that showed between the points at which ranks meet."""
         self.sleep()
 
     @property
@@ -41,7 +43,7 @@ class EngineKeeper:
         """Gives the engine's memory to the trainer, until the next `sync`."""
         if self._sleeps:
             self.is_asleep = True
-            with contextlib.suppress(EngineDied):  # the sync that follows tells all ranks
+            with self._death_told_later():
                 self.engine.sleep()
 
     def sync(self, give: Callable[[Engine], Traffic]) -> Traffic:
@@ -69,8 +71,16 @@ class EngineKeeper:
 
     def _wake(self, part: MemoryPart) -> None:
         if self._sleeps:
-            with contextlib.suppress(EngineDied):  # what follows, sync or generation, tells all ranks
+            with self._death_told_later():
                 self.engine.wake([part])
+
+    @contextlib.contextmanager
+    def _death_told_later(self) -> Iterator[None]:
+        """What follows, sync or generation, tells all ranks: raised here, it would end one of them alone."""
+        try:
+            yield
+        except EngineDied as error:
+            self._death = self._death or str(error)
 
     # Generation
 
@@ -120,7 +130,8 @@ class EngineKeeper:
         if not isinstance(self.engine, SharedEngine):
             return False
         causes: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(causes, cause if self.engine.is_dead else None)
+        # What a dead engine cannot do afterwards says less than what it died of.
+        dist.all_gather_object(causes, (self._death or cause) if self.engine.is_dead else None)
         dead = {rank: text for rank, text in enumerate(causes) if text is not None}
         if not dead:
             return False
@@ -135,6 +146,7 @@ class EngineKeeper:
             )
         if not dead.keys().isdisjoint(self.engine.ranks):
             self.engine.restart()
+            self._death = None
         return True
 
     def close(self) -> None:

@@ -130,3 +130,16 @@ def test_memory_comes_back_in_stages_around_the_sync() -> None:
     assert not keeper.is_asleep
     keeper.sleep()
     assert keeper.is_asleep
+
+
+def test_an_engine_that_dies_asleep_ends_the_run_with_what_it_died_of() -> None:
+    class DiesAsleep(DyingEngine):
+        def wake(self, parts: Any = ()) -> None:
+            self.dead = True
+            raise EngineDied("its server process was ended by SIGKILL")
+
+    def fails(_: Any) -> None:
+        raise WeightUpdateError("the engine's weights are asleep")
+
+    with pytest.raises(EngineDied, match=r"rank 0 died: its server process was ended by SIGKILL\nno restart is left"):
+        EngineKeeper(DiesAsleep(), sleeps=True).sync(fails)
