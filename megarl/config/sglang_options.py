@@ -16,6 +16,7 @@ _ANNOTATIONS = Path("srt", "arg_groups", "fields")
 _TUPLE = "POSITIONAL_FIELD_ORDER"
 
 EXPERT_OPTION = "ep_size"
+CACHE_OPTION = "max_total_tokens"
 MASK_OPTION = "sampling_mask_max_tokens"
 DEFAULT_MASK = 4096
 """SGLang's default of that option: tokens that cuts may leave, where log-probs are to be of what is left."""

@@ -8,7 +8,14 @@ from megarl.config.schema import RunConfig
 from megarl.config.schema_algorithm import ADVANTAGE_ESTIMATORS, GROUP_ESTIMATORS
 from megarl.config.schema_learning import SEQUENCE_LOSSES
 from megarl.config.server_rules import server_problems
-from megarl.config.sglang_options import DEFAULT_MASK, EXPERT_OPTION, MASK_HEADROOM, MASK_OPTION, option_problems
+from megarl.config.sglang_options import (
+    CACHE_OPTION,
+    DEFAULT_MASK,
+    EXPERT_OPTION,
+    MASK_HEADROOM,
+    MASK_OPTION,
+    option_problems,
+)
 from megarl.config.validate_models import other_model_problems
 
 
@@ -58,6 +65,12 @@ def _sglang_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"rollout.sglang.{EXPERT_OPTION} is {experts}, which does not divide rollout.tensor_model_parallel_size "
             f"{size}: choose a divisor of it."
+        )
+    longest, room = config.data.max_prompt_length + config.data.max_response_length, rollout.sglang.get(CACHE_OPTION)
+    if isinstance(room, int) and room < longest:
+        yield (
+            f"rollout.sglang.{CACHE_OPTION} is {room}, but one prompt with its response may have {longest} tokens "
+            "(data.max_prompt_length + data.max_response_length): set it to at least that."
         )
     kept = rollout.sglang.get(MASK_OPTION, DEFAULT_MASK) - MASK_HEADROOM
     for key, top_k in {"rollout.top_k": rollout.top_k, "rollout.val_kwargs.top_k": rollout.val_kwargs.top_k}.items():

@@ -187,6 +187,11 @@ ONE_MISTAKE = {
         2,
         ["rollout.servers names a server twice"],
     ),
+    "a KV cache that is too small for one response": (
+        ["rollout.engine=sglang", "rollout.sglang.max_total_tokens=20"],
+        1,
+        ["rollout.sglang.max_total_tokens is 20", "data.max_prompt_length + data.max_response_length"],
+    ),
     "an engine of several pipeline stages": (
         ["rollout.engine=sglang", "rollout.sglang.pp_size=2"],
         1,
