@@ -63,7 +63,7 @@ class Server:
                     case Call():
                         self._start(self._call(message))
             for draws in by_prompt.values():
-                self._start(self._draw_all(draws))
+                self._start(self._draw_all(draws, self._aborts))
 
     def _receive(self, loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[list[Any] | None]) -> None:
         messages: list[Any] | None = []
@@ -102,17 +102,17 @@ class Server:
         self._aborts += 1
         self._manager.abort_request(abort_all=True)
 
-    async def _draw_all(self, draws: list[Draw]) -> None:
+    async def _draw_all(self, draws: list[Draw], aborts: int) -> None:
         """Draws the responses to one prompt. Where there are several, its keys and values are computed first: SGLang
-        would compute them for each of those that come at once."""
-        aborts = self._aborts
+        would compute them for each of those that come at once.
+
+        Args:
+            aborts: that there were when the responses were asked for.
+        """
         if len(draws) > 1 and not self._manager.server_args.disable_radix_cache:
             await self._compute_prompt(draws[0].prompt_ids)
         for draw in draws:
-            if self._aborts == aborts:
-                self._start(self._draw(draw))
-            else:
-                self._outgoing.put(_aborted(draw))
+            self._start(self._draw(draw, aborts))
 
     async def _compute_prompt(self, prompt_ids: list[int]) -> None:
         from sglang.srt.managers.io_struct import GenerateReqInput
@@ -121,9 +121,12 @@ class Server:
         with contextlib.suppress(Exception):  # the responses fail of the same, and say so
             await anext(self._manager.generate_request(request, None))
 
-    async def _draw(self, draw: Draw) -> None:
+    async def _draw(self, draw: Draw, aborts: int) -> None:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
+        if self._aborts != aborts:  # SGLang was asked to end what it had, and this it had not yet
+            self._outgoing.put(_aborted(draw))
+            return
         request = GenerateReqInput(
             input_ids=draw.prompt_ids,
             sampling_params=draw.sampling,
