@@ -47,7 +47,9 @@ def megarl_engine(settings: EngineSettings) -> SGLangEngine:
     for start in range(0, len(names), _TENSORS_A_BUCKET):
         dtype = platform.parse_dtype(settings.dtype)
         engine.receive_bucket(
-            pack([(name, reader.read(name).to(dtype)) for name in names[start : start + _TENSORS_A_BUCKET]])
+            pack(
+                [(name, reader.read(name).to(dtype)) for name in names[start : start + _TENSORS_A_BUCKET]], mapped=True
+            )
         )
     engine.end_weight_update()
     return engine

@@ -25,7 +25,8 @@ than starting to. On a CPU the 3 ms that SGLang's processes take to hand a bucke
 def plan_sync(model: MegatronModel, rollout: RolloutConfig) -> BucketStream:
     """What `sync_weights` walks. Collective over the world; made once for a model."""
     megabytes = rollout.update_weights_bucket_megabytes or _BUCKET_MEGABYTES[platform.current().kind]
-    return make_bucket_stream(model, _engine_layout(rollout), bucket_bytes=megabytes * _MEGABYTE)
+    mapped = rollout.engine == "sglang" and not rollout.servers
+    return make_bucket_stream(model, _engine_layout(rollout), bucket_bytes=megabytes * _MEGABYTE, mapped=mapped)
 
 
 def _engine_layout(rollout: RolloutConfig) -> EngineLayout:

@@ -54,14 +54,20 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def pack(tensors: Iterable[tuple[str, torch.Tensor]], checksums: Mapping[str, int] | None = None) -> Bucket:
-    """A bucket of its own memory with copies of `tensors`."""
+def pack(
+    tensors: Iterable[tuple[str, torch.Tensor]], checksums: Mapping[str, int] | None = None, *, mapped: bool = False
+) -> Bucket:
+    """A bucket of its own memory with copies of `tensors`.
+
+    Args:
+        mapped: whether other processes will map it (`BucketMemory`).
+    """
     held = list(tensors)
     entries, offset = [], 0
     for name, tensor in held:
         entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), offset))
         offset += aligned(tensor.nbytes)
-    memory = BucketMemory(offset)
+    memory = BucketMemory(offset, mapped=mapped)
     bucket = Bucket(tuple(entries), memory.data, checksums, memory)
     for (_, view), (_, tensor) in zip(bucket.tensors(), held, strict=True):
         view.copy_(tensor)

@@ -1,4 +1,4 @@
-"""Memory of a bucket, which the processes of an engine on the same machine can map."""
+"""Memory of a bucket."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from megarl import platform
 
 
 class BucketMemory:
-    """Flat memory on the trainer's device. On a GPU CUDA lets other processes map it; on a CPU its `path` does.
+    """Flat memory on the trainer's device, which other processes of the same machine may map.
 
-    It has no name in a file system, so nothing is left behind when the process is killed, and the size of /dev/shm,
-    64 MB in a container by default, does not matter.
+    On a GPU CUDA lets them map any; on a CPU that which has a `path`. Such memory has no name in a file system, so
+    nothing is left behind when the process is killed, and the size of /dev/shm, 64 MB in a container by default, does
+    not matter.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, *, mapped: bool) -> None:
+        """Args:
+        mapped: whether processes of an engine will.
+        """
         current = platform.current()
         self._fd: int | None = None
-        if not current.is_cpu:
+        if not (current.is_cpu and mapped):
             self.data = torch.empty(num_bytes, dtype=torch.uint8, device=current.device)
             return
         self._fd = os.memfd_create("megarl-bucket", os.MFD_CLOEXEC)
@@ -31,7 +35,7 @@ class BucketMemory:
 
     @property
     def path(self) -> str | None:
-        """What other processes of the same user open, as long as this object lives; None on a GPU."""
+        """What other processes of the same user open, as long as this object lives; None where it is not by a path."""
         return None if self._fd is None else f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def __del__(self) -> None:

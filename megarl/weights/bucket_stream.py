@@ -45,13 +45,16 @@ class BucketStream:
     the last.
     """
 
-    def __init__(self, plan: WeightPlan, rank: int, held: HeldBoxes, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, plan: WeightPlan, rank: int, held: HeldBoxes, group: dist.ProcessGroup | None, *, mapped: bool
+    ) -> None:
         """Works out this rank's steps.
 
         Args:
             group: of the ranks of its replica domain; None: it is the only one.
+            mapped: whether processes of the engine map the buckets (`BucketMemory`).
         """
-        self._plan, self._rank, self._held, self._group = plan, rank, held, group
+        self._plan, self._rank, self._held, self._group, self._mapped = plan, rank, held, group, mapped
         self._steps = plan.steps(rank)
         self._kept: tuple[BucketMemory, torch.Tensor] | None = None
 
@@ -109,7 +112,7 @@ class BucketStream:
         if self._kept is not None:
             return self._kept
         traffic = self.traffic
-        memory = BucketMemory(traffic.bucket_bytes)
+        memory = BucketMemory(traffic.bucket_bytes, mapped=self._mapped)
         staging = torch.empty(traffic.staging_bytes, dtype=torch.uint8, device=platform.current().device)
         if platform.current().is_cpu:
             self._kept = memory, staging

@@ -20,7 +20,7 @@ from megarl.weights.plan import EngineLayout, WeightPlan
 from megarl.weights.together import raise_together
 
 
-def make_bucket_stream(model: MegatronModel, engine: EngineLayout, *, bucket_bytes: int) -> BucketStream:
+def make_bucket_stream(model: MegatronModel, engine: EngineLayout, *, bucket_bytes: int, mapped: bool) -> BucketStream:
     """The stream of this rank. Collective over the world: makes the groups of the replica domains.
 
     The plan needs no exchange, but a rank that derived another one would leave the others waiting in a sync. So all
@@ -28,6 +28,7 @@ def make_bucket_stream(model: MegatronModel, engine: EngineLayout, *, bucket_byt
 
     Args:
         engine: how engines stand on the ranks; `engine.tp` divides the world.
+        mapped: whether processes of the engine map the buckets (`BucketMemory`).
 
     Raises:
         RuntimeError: on every rank; the plan is not what a rank holds, or not the same everywhere.
@@ -57,7 +58,7 @@ def make_bucket_stream(model: MegatronModel, engine: EngineLayout, *, bucket_byt
         # NCCL connects a group's ranks in its first collective, in which all have to take part; the first messages are
         # between some of them.
         dist.barrier(group)
-    return BucketStream(plan, rank, views, group)
+    return BucketStream(plan, rank, views, group, mapped=mapped)
 
 
 def placed_tensors(model: MegatronModel) -> list[PlacedTensor]:

@@ -79,6 +79,7 @@ def test_an_example_config_works_on_the_gpus_that_it_names(
 def test_neither_torch_nor_transformers_is_imported(v3: list[str]) -> None:
     program = (
         "import runpy, sys\n"
+        "sys.path.insert(0, 'launch')\n"  # as where Python runs the script itself
         f"sys.argv = ['plan.py', *{[*v3, '--search', '--no-map']!r}]\n"
         "try:\n    runpy.run_path('launch/plan.py', run_name='__main__')\n"
         "except SystemExit as end:\n    assert end.code == 0, end.code\n"

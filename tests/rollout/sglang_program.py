@@ -62,7 +62,7 @@ class Case:
         reader = SafetensorsReader(self.folder / model)
         tensors = [(name, reader.read(name)) for name in reader.names()]
         parts = [tensors[start : start + _PER_BUCKET] for start in range(0, len(tensors), _PER_BUCKET)]
-        return [pack(part, {name: checksum(tensor) for name, tensor in part}) for part in parts]
+        return [pack(part, {name: checksum(tensor) for name, tensor in part}, mapped=True) for part in parts]
 
     def update(self, model: str, version: int) -> None:
         self.engine.begin_weight_update(version)

@@ -27,7 +27,7 @@ def make_bucket(seed: int, count: int) -> Bucket:
         (f"layer.{i}.weight", torch.randn(3 + i, 5).to(torch.bfloat16 if i % 2 else torch.float32))
         for i in range(count)
     ]
-    return pack(tensors, {name: checksum(tensor) for name, tensor in tensors})
+    return pack(tensors, {name: checksum(tensor) for name, tensor in tensors}, mapped=True)
 
 
 def contents(payload: bytes) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ def test_another_process_has_the_tensors_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_a_payload_is_small_however_large_the_bucket() -> None:
-    large = pack([("weight", torch.zeros(1 << 20))])
+    large = pack([("weight", torch.zeros(1 << 20))], mapped=True)
     assert len(payload_of(large)) < 1000
 
 

@@ -31,7 +31,7 @@ def stream_and_engine(
     model = build_model(hf_config, groups, dtype=torch.float32)
     load_hf(model, folder)
     engine = TransformersEngine(folder, dtype=torch.float32, max_num_seqs=1)
-    stream = make_bucket_stream(model, EngineLayout(), bucket_bytes=bucket_bytes)
+    stream = make_bucket_stream(model, EngineLayout(), bucket_bytes=bucket_bytes, mapped=False)
     tensors = [parameter.data for chunk in model.chunks for parameter in chunk.parameters()]
     return stream, engine, tensors
 

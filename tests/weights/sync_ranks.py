@@ -99,7 +99,7 @@ def run_case(folder: Path, groups: Groups, case: dict[str, Any]) -> dict[str, An
     model = build_model(hf_config, groups, dtype=torch.float32)
     load_hf(model, folder)
     engine_layout = EngineLayout(**case["engine"])
-    stream = make_bucket_stream(model, engine_layout, bucket_bytes=case["bucket_bytes"])
+    stream = make_bucket_stream(model, engine_layout, bucket_bytes=case["bucket_bytes"], mapped=False)
     engine = RecordingEngine()
     traffic = sync_weights(stream, engine, 1, check=True)
     weights = load_file(folder / "model.safetensors")

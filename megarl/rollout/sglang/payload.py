@@ -26,7 +26,7 @@ LOAD_FORMAT = "megarl_bucket"
 
 def payload_of(bucket: Bucket) -> bytes:
     """What `update_weights_from_tensor` takes for one scheduler process; good as long as the bucket is."""
-    assert bucket.memory is not None
+    assert bucket.memory is not None and (bucket.data.is_cuda or bucket.memory.path is not None), "it cannot be mapped"
     content = contents_of(bucket)
     if bucket.memory.path is not None:
         # No tensor is in it, so the importing of SGLang, seconds and some hundred MB, is saved in each rank.
