@@ -29,8 +29,8 @@ class BucketMemory:
             return
         self._fd = os.memfd_create("megarl-bucket", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, max(num_bytes, mmap.PAGESIZE))  # a mapping of no bytes does not exist
-        mapped = torch.from_file(f"/proc/self/fd/{self._fd}", shared=True, size=max(num_bytes, 1), dtype=torch.uint8)
-        self.data = mapped[:num_bytes]
+        file = torch.from_file(f"/proc/self/fd/{self._fd}", shared=True, size=max(num_bytes, 1), dtype=torch.uint8)
+        self.data = file[:num_bytes]
         """[bytes] uint8."""
 
     @property

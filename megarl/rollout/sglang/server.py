@@ -152,7 +152,7 @@ class Server:
         return problem_of(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
 
     async def _load_bucket(self, payloads: list[bytes], version: str) -> str | None:
-        """Takes one bucket: a payload for each scheduler process (`payload`)."""
+        """Takes one bucket: a payload for each scheduler process, as bytes."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         from megarl.rollout.sglang.payload import LOAD_FORMAT
