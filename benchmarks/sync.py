@@ -130,7 +130,9 @@ def measure(arguments: argparse.Namespace, folder: Path, groups: Groups, dtype: 
     engine = make_engine(arguments.engine, folder, dtype, groups.rank, arguments.engine_tp)
     start = time.perf_counter()
     rollout = RolloutConfig(
-        tensor_model_parallel_size=arguments.engine_tp, update_weights_bucket_megabytes=arguments.bucket
+        engine=arguments.engine,
+        tensor_model_parallel_size=arguments.engine_tp,
+        update_weights_bucket_megabytes=arguments.bucket,
     )
     stream = plan_sync(model, rollout)
     planning = time.perf_counter() - start
